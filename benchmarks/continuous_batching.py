@@ -21,6 +21,7 @@ from lucidrl.models.generation.config import GenerationConfig
 from lucidrl.models.generation.synchronous import admission_order
 from lucidrl.models.loading import DTYPES, load_model, load_tokenizer
 from lucidrl.models.logprobs import LogprobModel
+from lucidrl.utils.allocator import keep_freed_memory
 
 PROMPTS, ROWS, SHORTEST, LONGEST = 256, 32, 8, 256
 EMBEDDED = "embedded-untrained"
@@ -88,6 +89,7 @@ def main() -> None:
         only=(str, "", "measure this model only: embedded or pretrained"),
     )
     torch.set_num_threads(options.threads)
+    keep_freed_memory()  # as in runs
     claims = []
     if options.only != "pretrained":
         claims += measure(EMBEDDED, "float32", 2.0, options.rounds)

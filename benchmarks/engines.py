@@ -24,6 +24,7 @@ from lucidrl.models.generation.vllm import VllmEngine
 from lucidrl.models.loading import DTYPES, load_model, load_tokenizer
 from lucidrl.models.logprobs import LogprobModel
 from lucidrl.models.policy.config import EMBEDDED_MODELS, PolicyConfig
+from lucidrl.utils.allocator import keep_freed_memory
 
 QUESTIONS = ("What is 12+30?", "What is 7+8?", "What is 40+41?", "What is 3+3?")
 TEXT = (
@@ -118,6 +119,7 @@ def main() -> None:
         rounds=(int, 3, "timed rounds"),
     )
     torch.set_num_threads(options.threads)
+    keep_freed_memory()  # as in runs
     header = ("model", "precision", "rows", "new tokens at most", "built-in", "vLLM", "transformers")
     table, claims = [], []
     for name, new_tokens in itertools.product(options.models.split(","), map(int, options.lengths.split(","))):

@@ -17,6 +17,7 @@ from lucidrl.models.generation.builtin import BuiltinGenerator
 from lucidrl.models.generation.config import GenerationConfig
 from lucidrl.models.loading import load_model, load_tokenizer
 from lucidrl.models.logprobs import LogprobModel
+from lucidrl.utils.allocator import keep_freed_memory
 
 PROMPTS, SAMPLES, NEW_TOKENS = 16, 8, 64
 
@@ -24,6 +25,7 @@ PROMPTS, SAMPLES, NEW_TOKENS = 16, 8, 64
 def main() -> None:
     options = arguments(__doc__, model=(str, ".cache/smollm2", "folder of the model"))
     torch.set_num_threads(options.threads)
+    keep_freed_memory()  # as in runs
     tokenizer = load_tokenizer(options.model)
     texts = [f"Tell me something about the number {number}, please." for number in range(10, 10 + PROMPTS)]
     prompts = torch.tensor([render_prompt(tokenizer, [{"role": "user", "content": text}]) for text in texts])

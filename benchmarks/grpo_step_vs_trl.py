@@ -57,6 +57,7 @@ from lucidrl.models.loading import load_tokenizer
 from lucidrl.models.policy.config import OptimizerConfig, PolicyConfig, Precision
 from lucidrl.models.policy.policy import Policy
 from lucidrl.profiling.spans import recorder
+from lucidrl.utils.allocator import keep_freed_memory
 from lucidrl.utils.logger import Logger
 
 SAMPLES, NEW_TOKENS = 8, 32
@@ -299,6 +300,7 @@ def measure(case: Case) -> Claim:
 def main() -> None:
     options = arguments(__doc__, model=(str, ".cache/smollm2", "folder of SmolLM2"))
     torch.set_num_threads(options.threads)
+    keep_freed_memory()  # as in runs
     cases = [
         Case("0.8 million parameters, float32", None, "float32", num_prompts=8, num_steps=15, target=1.3),
         Case("SmolLM2, bfloat16", options.model, "bfloat16", num_prompts=4, num_steps=5, target=3.3),

@@ -21,7 +21,8 @@ from transformers import PreTrainedModel
 from lucidrl.distributed.packing import pack_rows
 from lucidrl.errors import ConfigError, LucidError
 from lucidrl.models import attention
-from lucidrl.models.generation.kv_cache import CachedRow, Chunk, DecodeLayout, PrefillBatch
+from lucidrl.models.generation.decode_layout import DecodeLayout
+from lucidrl.models.generation.kv_cache import CachedRow, Chunk, PrefillBatch
 from lucidrl.models.generation.pages import PagedTokens, PagePool
 from lucidrl.models.logprobs import LogprobModel
 

@@ -38,6 +38,7 @@ from lucidrl.recipes.eval_folder import (
 from lucidrl.recipes.eval_plan import ALL, Candidate, EvalOptions, EvalPlan, TextConfig, chosen_prompts, plan_of_sources
 from lucidrl.recipes.text_inputs import TextInputs
 from lucidrl.rewards.verifiers.answers import answer_reader
+from lucidrl.utils.allocator import keep_freed_memory
 from lucidrl.utils.logger.redact import redacted
 from lucidrl.utils.random_state import seed_everything
 from lucidrl.utils.run_folder import LOGS_NAME, occupied
@@ -138,6 +139,7 @@ def run_plan(plan: EvalPlan, watcher: EvalWatcher | None = None) -> EvalReport:
     first = plan.config_of(plan.candidates[0])
     config = first.model_copy(update={"data": with_pinned_names(first.data)})
     with ExitStack() as stack:
+        keep_freed_memory()
         if config.num_threads is not None:
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(config.num_threads)

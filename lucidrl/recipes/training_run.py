@@ -26,6 +26,7 @@ from lucidrl.recipes.callbacks import Callbacks, WatcherWithCallbacks
 from lucidrl.recipes.configs import BaseRunConfig
 from lucidrl.recipes.folder import check_can_create, update_run_config
 from lucidrl.report.breakdown import write_breakdown
+from lucidrl.utils.allocator import keep_freed_memory
 from lucidrl.utils.logger import Logger
 from lucidrl.utils.logger.backends import check_trackers
 from lucidrl.utils.nsys import ProfilablePolicy, profile_request
@@ -121,6 +122,7 @@ class TrainingRun(ABC, Generic[C]):
         with ExitStack() as stack:
             self._prepare(stack)
             config = self.resolve()
+            keep_freed_memory()
             if config.num_threads is not None:
                 stack.callback(
                     torch.set_num_threads, torch.get_num_threads()

@@ -254,7 +254,10 @@ def serve(connection: socket.socket, settings: ChildSettings) -> None:
     if settings.hosting.uses_torch:
         import torch
 
+        from lucidrl.utils.allocator import keep_freed_memory
+
         torch.set_num_threads(settings.num_threads)
+        keep_freed_memory()
 
     from lucidrl.distributed.workers.messages import Message, call_of, receive_messages, send
 

@@ -11,7 +11,7 @@ from lucidrl.models.generation.rows import HeldRows, Prefix, Row
 PREFIX_PAGE = 64
 OWN_PAGE = 64
 """Tokens per page. Larger pages need fewer operations, but compute more unused columns."""
-SMALLEST_PAGE = 8
+SMALLEST_PAGE = 16
 """Pages of a row are not larger than its longest completion, rounded up to a multiple of this."""
 LARGEST_EXTENT = 5 / 4
 """Move pages together when they extend over more than this multiple of the pages in use."""

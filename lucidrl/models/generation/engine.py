@@ -19,8 +19,9 @@ from transformers import PreTrainedTokenizerBase
 from lucidrl.errors import DataError
 from lucidrl.models.generation.cache_space import CacheSpace
 from lucidrl.models.generation.config import GenerationConfig
+from lucidrl.models.generation.decode_layout import DecodeLayout
 from lucidrl.models.generation.interfaces import Completion, GenerationRequest
-from lucidrl.models.generation.kv_cache import Chunk, DecodeLayout, PrefillBatch
+from lucidrl.models.generation.kv_cache import Chunk, PrefillBatch
 from lucidrl.models.generation.rows import Prefix, Row
 from lucidrl.models.generation.sampling import check_requests, draw, uniforms_at
 from lucidrl.models.loading import context_length, stop_token_ids
@@ -52,6 +53,8 @@ class BuiltinEngine:
         """Running rows whose newest token is the only one that is not computed yet."""
         self._finished: list[Row] = []
         """Rows that finished while the weights were replaced."""
+        self._layout: DecodeLayout | None = None
+        """Layout of the last decoding step, while its pages are in use."""
 
     @property
     def num_unfinished(self) -> int:
@@ -114,7 +117,7 @@ class BuiltinEngine:
                 while self._running:
                     self._finished += self._step(is_admitting=False)
         yield
-        self.policy_version = version
+        self.policy_version, self._layout = version, None
         if in_flight != "keep":
             self._space.release_held()
         if in_flight == "abort":
@@ -139,7 +142,7 @@ class BuiltinEngine:
         """Drop the keys and values of finished rows; if no request is unfinished, free the memory of the cache."""
         self._space.release_held()
         if not self.num_unfinished:
-            self._space = self._new_space()
+            self._space, self._layout = self._new_space(), None
 
     @property
     def _running(self) -> list[Row]:
@@ -242,9 +245,10 @@ class BuiltinEngine:
 
     def _decode(self, device: torch.device) -> torch.Tensor:
         """Compute the newest token of the decoding rows; return their hidden states [B, D]."""
-        layout = DecodeLayout(self._decoding, device)
+        if self._layout is None or not self._layout.advance(self._decoding):
+            self._layout = DecodeLayout(self._decoding, device)
         newest_B1 = torch.tensor([[row.newest] for row in self._decoding], device=device)
-        return self.model.hidden_states(newest_B1, layout.position_ids, layout)
+        return self.model.hidden_states(newest_B1, self._layout.position_ids, self._layout)
 
     def _draw(self, logits_BV: torch.Tensor) -> list[Row]:
         """Draw the next token of each decoding row; return the rows that finished."""
@@ -272,8 +276,7 @@ class BuiltinEngine:
     def _is_finished(self, row: Row) -> bool:
         if row.newest in self._stop_ids:
             return True
-        strings = (*self.config.stop_strings, *row.request.stop_strings)
-        if strings:
+        if strings := self.config.stop_strings + row.request.stop_strings:
             most_tokens = BYTES_PER_CHARACTER * (max(map(len, strings)) + 1)
             text = self.tokenizer.decode(row.newest_tokens(most_tokens))
             if any(string in text for string in strings):

@@ -16,8 +16,38 @@ import torch
 
 FEWEST_PAGES = 16
 """Pages allocated first; each further allocation doubles them."""
-Cells = tuple[torch.Tensor, slice, torch.Tensor]
-"""Index of N cells: page [N], all heads, column [N]."""
+
+Stored = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values."""
+
+
+def key_dtype(keys: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which the cache stores keys. On a CPU, it is at least float32: the scores of half-precision
+    products would be rounded to half precision there."""
+    return torch.promote_types(keys.dtype, torch.float32) if keys.device.type == "cpu" else keys.dtype
+
+
+class Cells:
+    """Index of N cells of a pool: page [N] and column [N], on a device."""
+
+    def __init__(self, places: np.ndarray, page_size: int, device: torch.device):
+        self._page_size = page_size
+        page, column = np.divmod(places, page_size)
+        self._page_N1, self._column_N1 = (torch.from_numpy(index).to(device)[:, None] for index in (page, column))
+        self._lines: dict[int, torch.Tensor] = {}
+
+    def advance(self) -> None:
+        """Become the next columns of the same pages."""
+        self._column_N1 = self._column_N1 + 1
+        self._lines = {num_heads: lines + 1 for num_heads, lines in self._lines.items()}
+
+    def lines(self, num_heads: int) -> torch.Tensor:
+        """Return [N * H] the cells as lines of a pool seen as [X * H * C, D]."""
+        if num_heads not in self._lines:
+            head = torch.arange(num_heads, device=self._page_N1.device)
+            line_NH = (self._page_N1 * num_heads + head) * self._page_size + self._column_N1
+            self._lines[num_heads] = line_NH.flatten()
+        return self._lines[num_heads]
 
 
 class PagePool:
@@ -31,10 +61,12 @@ class PagePool:
         self.page_size = page_size
         self.num_allocated = 0
         """Pages that exist; each layer allocates them when it writes next."""
+        self.num_moves = 0
+        """Number of times that pages were moved."""
         self.owners: list[PagedTokens | None] = []
         """The sequence that owns each page; None for a free page."""
         self._free: list[int] = []
-        self._stored: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._stored: dict[int, Stored] = {}
         """Keys and values by layer, [X, H, C, D]: products over the columns of a page read consecutive memory."""
 
     @property
@@ -78,6 +110,7 @@ class PagePool:
         moved = [page for page in range(self.num_used, self.extent) if self.owners[page] is not None]
         if not moved:
             return
+        self.num_moves += 1
         holes = [heapq.heappop(self._free) for _ in moved]
         for tensors in self._stored.values():
             for tensor in tensors:
@@ -91,28 +124,34 @@ class PagePool:
 
     def cells(self, places: np.ndarray | Sequence[int], device: torch.device) -> Cells:
         """Return the cells of places [N] on the device; see `PagedTokens.places`."""
-        page, column = np.divmod(np.asarray(places, dtype=np.int64), self.page_size)
-        return torch.from_numpy(page).to(device), slice(None), torch.from_numpy(column).to(device)
+        return Cells(np.asarray(places, dtype=np.int64), self.page_size, device)
 
     def write(self, layer: int, cells: Cells, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store keys and values [N, H, D] in N cells."""
         if layer not in self._stored:
             # Zeros, since 0 (an attention weight) times uninitialized memory may be NaN.
-            self._stored[layer] = tuple(
-                new.new_zeros(self.num_allocated, new.shape[1], self.page_size, new.shape[2]) for new in (keys, values)
-            )  # type: ignore[assignment]
+            keys_X, values_X = (
+                new.new_zeros(self.num_allocated, new.shape[1], self.page_size, new.shape[2], dtype=dtype)
+                for new, dtype in ((keys, key_dtype(keys)), (values, values.dtype))
+            )
+            self._stored[layer] = keys_X, values_X
+        lines = cells.lines(keys.shape[1])
         for stored, new in zip(self._stored[layer], (keys, values), strict=True):
-            stored[cells] = new
+            stored.view(-1, new.shape[2]).index_copy_(0, lines, new.reshape(-1, new.shape[2]).to(stored.dtype))
 
     def read(self, layer: int, cells: Cells) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values [N, H, D] of N cells."""
-        keys, values = self._stored[layer]
-        return keys[cells], values[cells]
+        keys, values = (
+            stored.view(-1, stored.shape[3])
+            .index_select(0, cells.lines(stored.shape[1]))
+            .unflatten(0, (-1, stored.shape[1]))
+            for stored in self._stored[layer]
+        )
+        return keys, values
 
-    def blocks(self, layer: int, extent: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values of the first `extent` pages, [X, H, C, D], without a copy."""
-        keys, values = self._stored[layer]
-        return keys[:extent], values[:extent]
+    def stored(self, layer: int) -> Stored:
+        """Return the keys and values of all pages, [X, H, C, D] each; another tuple after the pool was resized."""
+        return self._stored[layer]
 
     def _resized(self, stored: torch.Tensor) -> torch.Tensor:
         resized = stored.new_zeros(self.num_allocated, *stored.shape[1:])

@@ -58,8 +58,11 @@ class Row(CachedRow):
     num_reserved: int = 0
     """Tokens reserved in the cache, without the prefix."""
 
+    newest: int = 0
+    """The last token."""
+
     def __post_init__(self) -> None:
-        self.num_prompt = self.num_tokens
+        self.num_prompt, self.newest = self.num_tokens, int(self.ids[self.num_tokens - 1])
 
     @property
     def num_sampled(self) -> int:
@@ -70,23 +73,19 @@ class Row(CachedRow):
         """Tokens without keys and values in the cache."""
         return self.num_tokens - self.num_cached
 
-    @property
-    def newest(self) -> int:
-        return int(self.ids[self.num_tokens - 1])
-
     def newest_tokens(self, most: int) -> np.ndarray:
         """Return up to `most` sampled tokens, the newest last."""
         return self.ids[max(self.num_prompt, self.num_tokens - most) : self.num_tokens]
 
     def add(self, token: int, logprob: float) -> None:
-        self.ids[self.num_tokens] = token
+        self.ids[self.num_tokens] = self.newest = token
         self.num_tokens += 1
         self.logprobs.append(logprob)
         self.versions.append(self.version)
 
     def restart(self) -> None:
         """Forget the sampled tokens."""
-        self.num_tokens = self.num_prompt
+        self.num_tokens, self.newest = self.num_prompt, int(self.ids[self.num_prompt - 1])
         self.logprobs, self.versions = [], []
 
     def completion(self) -> Completion:

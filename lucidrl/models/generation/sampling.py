@@ -101,17 +101,12 @@ def draw(
     Returns:
         (tokens [B], log-probabilities of these tokens [B] under the full distribution, without top-k and top-p)
     """
-    peak_B1 = logits_BV.amax(dim=-1, keepdim=True)
-    weights_BV = torch.exp(logits_BV - peak_B1)
-    total_B = weights_BV.sum(dim=-1)
+    probs_BV = torch.softmax(logits_BV, dim=-1)
     if greedy:
         tokens_B = logits_BV.argmax(dim=-1)
     else:
-        if top_k or top_p < 1.0:
-            weights_BV = _truncated(weights_BV, top_k, top_p)
-        tokens_B = _inverse_cdf(weights_BV, uniform_B)
-    chosen_B = logits_BV.gather(1, tokens_B[:, None])[:, 0]
-    return tokens_B, chosen_B - peak_B1[:, 0] - torch.log(total_B)
+        tokens_B = _inverse_cdf(_truncated(probs_BV, top_k, top_p) if top_k or top_p < 1.0 else probs_BV, uniform_B)
+    return tokens_B, torch.log(probs_BV.gather(1, tokens_B[:, None])[:, 0])
 
 
 def _inverse_cdf(weights_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
@@ -120,15 +115,15 @@ def _inverse_cdf(weights_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Ten
     Search the block that contains the token first, then the token inside the block.
     """
     rows, vocabulary = weights_BV.shape
-    padded = F.pad(weights_BV, (0, -vocabulary % BLOCK))
+    padded = F.pad(weights_BV, (0, -vocabulary % BLOCK)) if vocabulary % BLOCK else weights_BV
     blocks = padded.view(rows, -1, BLOCK)
-    block_ends = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    block_ends = blocks.sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)
     goal_B1 = (uniform_B.to(block_ends.device) * block_ends[:, -1])[:, None]
     block_B1 = torch.searchsorted(block_ends, goal_B1, right=True).clamp_(max=blocks.shape[1] - 1)
     before_B1 = torch.where(block_B1 > 0, block_ends.gather(1, (block_B1 - 1).clamp(min=0)), 0.0)
     inside = blocks[torch.arange(rows, device=blocks.device), block_B1[:, 0]].to(torch.float64)
     running = inside.cumsum(dim=-1)
-    # The two sums may differ in the last bit; keep the goal below the end of its block.
+    # The two sums differ by rounding; keep the goal below the end of its block.
     below_end = running[:, -1:] * (1 - 2.0**-40)
     offset_B1 = torch.searchsorted(running, torch.minimum(goal_B1 - before_B1, below_end), right=True)
     return (block_B1 * BLOCK + offset_B1)[:, 0].clamp_(max=vocabulary - 1)

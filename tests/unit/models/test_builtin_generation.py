@@ -13,7 +13,8 @@ from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.errors import DataError
 from lucidrl.models.generation.builtin import BuiltinGenerator
 from lucidrl.models.generation.config import GenerationConfig
-from lucidrl.models.generation.kv_cache import DecodeLayout, PrefillLayout
+from lucidrl.models.generation.decode_layout import DecodeLayout
+from lucidrl.models.generation.kv_cache import PrefillLayout
 from lucidrl.models.generation.sampling import draw_key
 from lucidrl.models.loading import load_model
 from lucidrl.models.logprobs import LogprobModel

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from lucidrl.errors import DataError
 from lucidrl.models.generation.cache_space import OWN_PAGE, PREFIX_PAGE, SMALLEST_PAGE
 from lucidrl.models.generation.config import GenerationConfig
+from lucidrl.models.generation.decode_layout import DecodeLayout
 from lucidrl.models.generation.engine import BuiltinEngine
 from lucidrl.models.generation.interfaces import Completion, GenerationRequest
-from lucidrl.models.generation.kv_cache import DecodeLayout
 from lucidrl.models.generation.pages import FEWEST_PAGES
 from lucidrl.models.loading import load_model
 from lucidrl.models.logprobs import LogprobModel

@@ -7,13 +7,15 @@ import pytest
 import torch
 
 from lucidrl.models.attention import AttentionCall, causal_attention
-from lucidrl.models.generation.kv_cache import CachedRow, Chunk, DecodeLayout, PrefillBatch
+from lucidrl.models.generation import decode_layout
+from lucidrl.models.generation.decode_layout import DecodeLayout
+from lucidrl.models.generation.kv_cache import CachedRow, Chunk, PrefillBatch
 from lucidrl.models.generation.pages import FEWEST_PAGES, PagedTokens, PagePool
 
 QUERY_HEADS, HEADS, SIZE = 4, 2, 6
 PREFIX_LENGTHS = [5, 2, 7]
 PREFIX_OF_ROW = [2, 0, 1, 2, 0, 2]
-NEW = 9
+NEW = 12
 CPU = torch.device("cpu")
 
 
@@ -45,6 +47,8 @@ class Cache:
         self.rows = [CachedRow(prefixes[prefix], PagedTokens(self.own_pool)) for prefix in PREFIX_OF_ROW]
         self.options, self.whole = options, whole_rows(value_size)
         self.expected = [causal_attention(call_of(*row, **options)).transpose(1, 2)[0] for row in self.whole]
+        self.layout: DecodeLayout | None = None
+        self.num_layouts = 0
 
     def attend_and_compare(self, layout, places: list[tuple[int, slice]], is_packed: bool) -> None:
         parts = [[self.whole[row][part][:, :, place] for row, place in places] for part in range(3)]
@@ -75,7 +79,10 @@ class Cache:
         places = [
             (number, slice(row.num_cached, row.num_cached + 1)) for number, row in zip(numbers, rows, strict=True)
         ]
-        self.attend_and_compare(DecodeLayout(rows, CPU), places, is_packed=False)
+        if self.layout is None or not self.layout.advance(rows):
+            self.layout = DecodeLayout(rows, CPU)
+            self.num_layouts += 1
+        self.attend_and_compare(self.layout, places, is_packed=False)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 8])
@@ -107,6 +114,39 @@ def test_a_prompt_may_be_computed_in_chunks(window, softcap):
     cache.prefill([0], first=3)
     cache.decode([0, 1])
     cache.decode([0, 4, 1])
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_layout_serves_the_next_steps_of_its_rows_while_their_pages_stay(window):
+    cache = Cache(4, 3, window=window)
+    cache.prefill([0, 1, 2])
+    for _ in range(4):
+        cache.decode([0, 1, 2])
+    assert cache.num_layouts == 1
+    cache.decode([0, 1, 2])  # needs new pages
+    assert cache.num_layouts == 2
+    cache.decode([2, 1, 0])  # has another order
+    assert cache.num_layouts == 3
+    cache.decode([2, 1])  # has fewer rows
+    assert cache.num_layouts == 4
+    cache.rows[0].own.release()
+    cache.own_pool.defragment()  # moves pages of the others
+    cache.decode([2, 1])
+    assert cache.num_layouts == 5
+    cache.decode([2, 1])  # needs new pages
+    assert cache.num_layouts == 6
+    cache.extend({2: 1})
+    cache.decode([2, 1])  # one row has another token
+    assert cache.num_layouts == 7
+
+
+def test_more_columns_are_computed_as_pages_fill(monkeypatch):
+    monkeypatch.setattr(decode_layout, "COLUMNS_PER_VECTOR", 2)
+    cache = Cache(64, 64)
+    cache.prefill([0, 1, 2])
+    for _ in range(5):
+        cache.decode([0, 1, 2])
+    assert cache.num_layouts == 1
 
 
 def test_rows_of_a_prompt_share_its_pages():

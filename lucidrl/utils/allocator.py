@@ -1,0 +1,24 @@
+"""Settings of the C library's memory allocator."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of glibc's `mallopt`
+_KEPT_BYTES = 1 << 30
+_LARGEST_BYTES = 32 << 20  # glibc takes no more
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep up to 1 GiB of freed memory, except single tensors above 32 MiB.
+
+    Without this, glibc returns freed memory to the operating system at once. The kernel then has to clear the memory of
+    each new tensor, which takes a fifth of the time of a decoding step. Does nothing without glibc.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
+        mallopt(_MMAP_THRESHOLD, _LARGEST_BYTES)
