@@ -13,7 +13,7 @@ from lucidrl.models.generation.interfaces import Completion, GenerationRequest
 from lucidrl.models.generation.vllm import VllmEngine
 from lucidrl.models.loading import load_model
 from lucidrl.models.logprobs import LogprobModel
-from tests.vllm.vllm_cases import ROUNDING, batch_of, completions_of, config_of, needs_vllm, prompts_of
+from tests.vllm.vllm_cases import ROUNDING, batch_of, completions_of, config_of, load, needs_vllm, prompts_of
 
 pytestmark = needs_vllm
 TOKENIZER = embedded_tokenizer()
@@ -106,14 +106,14 @@ def test_rows_in_flight_when_the_weights_change(endless, models, in_flight, monk
     engine, (old, new) = endless, models
     monkeypatch.setattr(engine, "_config", engine._config.model_copy(update={"in_flight": in_flight, "top_k": 3}))
     with engine.updating(0):
-        engine.load(tied(old))
+        load(engine, tied(old))
     prompts = {"a": LONG, "b": LONG[:30], "waiting": LONG, "after": LONG}
     engine.submit([request(name, prompts[name]) for name in "ab"])
     for _ in range(3):
         engine.step()
     engine.submit([request("waiting", LONG)])
     with engine.updating(1):
-        engine.load(tied(new))
+        load(engine, tied(new))
     engine.submit([request("after", LONG)])
     found = finish(engine)
     assert found.keys() == prompts.keys()

@@ -95,12 +95,11 @@ class StagedWeights(ABC):
                 self.put(name, tensor)
         self._wait_for_copies()
 
-    @span("refit")
-    def commit(self, version: int) -> None:
-        """Use the staged weights from now on.
+    def check(self, version: int) -> None:
+        """Check that all weights of `version` are staged.
 
         Raises:
-            RefitError: a weight is missing; the current weights stay in use.
+            RefitError: a weight is missing, or the refit is for another version.
         """
         if version != self._incoming:
             raise RefitError(
@@ -112,6 +111,15 @@ class StagedWeights(ABC):
                 f"version {version} is incomplete: {missing[0]} is missing ({len(missing)} of {len(self._expected)} "
                 f"weights); the generator keeps version {self.version}, refit again"
             )
+
+    @span("refit")
+    def commit(self, version: int) -> None:
+        """Use the staged weights from now on.
+
+        Raises:
+            RefitError: see `check`; the current weights stay in use.
+        """
+        self.check(version)
         self._wait_for_copies()
         unused = self._use(self._staged)
         # The next version is copied to memory that is not used any more, unless some of it is the sender's.

@@ -66,27 +66,28 @@ class SeparateGenerator:
         self._pad_id = int(tokenizer.pad_token_id)  # always set by `load_tokenizer`
         generation, cluster = config.generation, (cluster or ClusterConfig()).of_one()
         check_nodes(generation, cluster)
-        # With shared memory, a generator uses the GPU of a rank. With a broadcast it needs another GPU, because nccl
-        # needs one GPU per group member. Under Ray, a generator sees only the GPU that Ray assigned.
+        # With shared memory, a generator uses the GPUs of ranks. With a broadcast it needs other GPUs, because nccl
+        # needs one GPU per group member. Under Ray, a generator sees only the GPUs that Ray assigned.
         first_gpu = policy.group.size if generation.refit == "collective" else 0
+        gpus = [first_gpu + number * generation.ranks_per_replica for number in range(generation.num_workers)]
         arguments = [
-            Arguments(
-                (config, tokenizer, seed), {"number": number, "gpu": 0 if cluster.uses_ray else first_gpu + number}
-            )
-            for number in range(generation.num_workers)
+            Arguments((config, tokenizer, seed), {"number": number, "gpu": 0 if cluster.uses_ray else gpu})
+            for number, gpu in enumerate(gpus)
         ]
         hosting = Hosting(
             role="generator",
             name=GENERATION,
             log_dir=log_dir / "generation" if log_dir is not None else None,
             nodes=generator_nodes(generation, [place.node for place in policy.places]),
+            num_ranks=generation.ranks_per_replica,
         )
         self._states: dict[int, GeneratorState] = {}
 
         def note_place(worker: PoolWorker) -> None:
-            place = worker.run("report_place")
-            check_device(generation, worker.number, place.device, policy.places)
-            self._states[worker.number] = GeneratorState(place)
+            places = worker.run("report_places")
+            for place in places:
+                check_device(generation, worker.number, place.device, policy.places)
+            self._states[worker.number] = GeneratorState(places)
 
         self.pool = WorkerPool(
             ENGINES[generation.engine],
@@ -264,7 +265,10 @@ def generator_hostings(config: GenerationConfig) -> list[Hosting]:
     if config.placement == "policy":
         return []
     total, setting = config.num_workers, "policy.generation.num_workers"
-    return [Hosting(first_number=number, pool_size=total, size_setting=setting) for number in range(total)]
+    ranks = config.ranks_per_replica
+    return [
+        Hosting(first_number=number, pool_size=total, size_setting=setting, num_ranks=ranks) for number in range(total)
+    ]
 
 
 def generator_nodes(config: GenerationConfig, policy_nodes: Sequence[str]) -> NodeChoice | None:

@@ -23,7 +23,16 @@ SEPARATE = {"engine": "vllm", "placement": "separate"}
         ({"vllm": {"enforce_eager": True}}, "vllm.enforce_eager is for engine=vllm, but engine=builtin"),
         ({**SEPARATE, "vllm": {"dtype": "half"}}, "vllm.dtype is not passed on to vLLM: set policy.precision"),
         ({**SEPARATE, "vllm": {"seed": 1}}, "vllm.seed is not passed on to vLLM: set seed"),
-        ({**SEPARATE, "vllm": {"tensor_parallel_size": 2}}, "tensor_parallel_size=2: a refit reaches engines on one"),
+        (
+            {**SEPARATE, "vllm": {"tensor_parallel_size": 0}},
+            "tensor_parallel_size=0 is not a whole number of at least 1",
+        ),
+        ({**SEPARATE, "vllm": {"tensor_parallel_size": "two"}}, "tensor_parallel_size=two is not a whole number of at"),
+        ({**SEPARATE, "vllm": {"tensor_parallel_size": True}}, "tensor_parallel_size=True is not a whole number of at"),
+        (
+            {**SEPARATE, "vllm": {"distributed_executor_backend": "ray"}},
+            "the ranks of its engine; set tensor_parallel_",
+        ),
         ({**SEPARATE, "vllm": {"max_model_len": None}}, "max_model_len=None is not a whole number of at least 64"),
         ({**SEPARATE, "vllm": {"max_model_len": 16}}, "max_model_len=16 is not a whole number of at least 64 tokens"),
         ({"engine": "sglang"}, "'builtin' or 'vllm'"),
