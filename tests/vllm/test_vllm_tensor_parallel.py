@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import time
 from typing import Any
 
 import psutil
@@ -134,6 +136,13 @@ def test_each_fault_on_one_rank_only_is_found_and_named(parts, tmp_path, caplog)
     assert steps.step() == []
 
 
+def test_the_shared_memory_of_ranks_has_no_name_that_a_kill_would_leave_behind(generator):
+    _, *ranks = processes_of(generator)
+    mapped = {m.path for rank in ranks for m in rank.memory_maps() if m.path.startswith("/dev/shm/vllm_dist")}
+    assert mapped
+    assert not [path for path in mapped if os.path.exists(path)]
+
+
 def test_a_killed_replica_restarts_with_both_ranks_and_leaves_no_process(generator, policy):
     undisturbed, restarts = greedy(generator), generator.num_restarts
     lost = processes_of(generator)
@@ -145,3 +154,14 @@ def test_a_killed_replica_restarts_with_both_ranks_and_leaves_no_process(generat
     assert generator.num_restarts == restarts + 1
     assert len(processes_of(generator)) == 3
     check_ranks(generator, policy)
+
+
+def test_a_killed_rank_ends_its_replica(generator):
+    """This test leaves a lost replica behind: keep it the last one."""
+    lost = processes_of(generator)
+    lost[2].kill()
+    started = time.monotonic()
+    generator.pool.each(lambda worker: worker.run("generate", batch_of(PROMPTS), True))
+    assert time.monotonic() - started < EXIT_TIMEOUT_S
+    assert "exited with code 71" in str(generator.pool.workers[0].loss)
+    assert not psutil.wait_procs(lost, EXIT_TIMEOUT_S)[1]

@@ -20,6 +20,7 @@ VLLM_ARGUMENTS_SET_HERE = {
     "generation_config": "set the sampling parameters below policy.generation, such as policy.generation.top_p",
     "distributed_executor_backend": "the replica starts the ranks of its engine; set tensor_parallel_size",
     "worker_extension_cls": "it receives the weights of a refit",
+    "enable_sleep_mode": "set policy.generation.sleep",
     "pipeline_parallel_size": "set tensor_parallel_size, or policy.generation.num_workers for more replicas",
     "data_parallel_size": "set policy.generation.num_workers",
     "device_ids": "each replica uses the next tensor_parallel_size GPUs; set CUDA_VISIBLE_DEVICES to leave GPUs out",
@@ -80,6 +81,9 @@ class GenerationConfig(Config):
     """Arguments of vLLM's engine (`EngineArgs`), such as `gpu_memory_utilization` or `enable_prefix_caching`. Settings
     above set the arguments that they name. `tensor_parallel_size` is the number of GPUs of a replica; on a machine
     without GPUs, of its processes."""
+    sleep: bool = False
+    """Free the GPU memory of vLLM while the policy trains: its weights move to host memory, its cache is dropped. The
+    next refit brings both back. For replicas on GPUs of the policy; without effect on a CPU."""
     num_workers: PositiveInt = 1
     """Number of separate processes; they split the prompts."""
     nodes: Literal["any", "policy", "other"] = "any"
@@ -124,6 +128,11 @@ class GenerationConfig(Config):
                 raise ValueError(
                     f"vllm.{next(iter(self.vllm))} is for engine=vllm, but engine=builtin; set engine=vllm, or remove "
                     "the argument"
+                )
+            if self.sleep:
+                raise ValueError(
+                    "sleep=true is for engine=vllm, but engine=builtin frees its cache by itself; set engine=vllm, or "
+                    "remove sleep"
                 )
             return self
         if self.placement == "policy":

@@ -165,6 +165,9 @@ class ContinuousGenerator:
                 waiting.wait_for(lambda: lost or len(found) == len(requests), _CHECK_S)
         return output_of(requests, found, self._pad_id)
 
+    def release_memory(self) -> None:
+        """Does nothing, because generation goes on while the policy trains."""
+
     def close(self) -> None:
         """Start no more slices; may be called twice."""
         self._is_closed = True

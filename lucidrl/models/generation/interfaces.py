@@ -174,3 +174,7 @@ class GenerationInterface(Protocol):
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]: ...
+
+    def release_memory(self) -> None:
+        """Free what only generation needs; call this when a step is sampled. The next call takes the memory again."""
+        ...

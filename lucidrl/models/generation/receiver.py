@@ -129,6 +129,10 @@ class StagedWeights(ABC):
         self._released, self._shared, self._incoming_shared = self._shared, self._incoming_shared, {}
         self.version, self._incoming, self._staged = version, None, {}
 
+    def free_copies(self) -> None:
+        """Free memory of this process that no weights in use are in; the next version is copied to new memory."""
+        self._own = {}
+
     def checksum(self) -> str:
         """Return the SHA-256 of the weights in use; see `checksum_of`."""
         return checksum_of(self.weights())
@@ -212,10 +216,15 @@ class EngineReceiver(StagedWeights):
         """Every name of a weight → the name under which it is received."""
         self._load = load
         self._loaded: dict[str, torch.Tensor] = {}
-        """The tensors that were loaded last; empty before the first refit."""
+        """The tensors that were loaded last; empty before the first refit, and after `free_copies`."""
 
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         return self._loaded.items()
+
+    def free_copies(self) -> None:
+        """Free the tensors that were loaded last, too: the engine has them in its own layout."""
+        super().free_copies()
+        self._loaded = {}
 
     def _use(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         self._load((name, weights[source]) for name, source in self._source_of.items())

@@ -68,6 +68,10 @@ class RefitRank:
         """Use the staged weights from now on."""
         self.receiver.commit(version)
 
+    def free_copies(self) -> None:
+        """Free the copies of weights that the engine does not compute with."""
+        self.receiver.free_copies()
+
     def weights(self) -> RankWeights:
         """Return version and checksums of the weights in use."""
         return RankWeights(self.receiver.version, checksums_of(self.receiver.weights()))

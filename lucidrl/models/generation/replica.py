@@ -75,6 +75,10 @@ class Replica(Recorded, ABC):
         """Return float32 log-probabilities of all tokens but the first, of the full distribution at the temperature."""
 
     @abstractmethod
+    def release_memory(self) -> None:
+        """Free what only generation needs, until the next refit or request; see `GenerationInterface`."""
+
+    @abstractmethod
     def on_ranks(self, method: str, *args: Any) -> list[Any]:
         """Call a method of `RefitRank` on all ranks at the same time; return the results, by rank.
 

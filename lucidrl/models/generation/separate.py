@@ -60,7 +60,7 @@ class SeparateGenerator:
         self.policy_version = 0
         self._policy, self._seed = policy, seed
         self._num_calls = 0
-        self._max_rows = config.generation.max_concurrent_rows
+        self._max_rows, self._sleeps = config.generation.max_concurrent_rows, config.generation.sleep
         self._refitted: int | None = None
         """Version of the last refit; None before the first refit."""
         self._pad_id = int(tokenizer.pad_token_id)  # always set by `load_tokenizer`
@@ -171,6 +171,12 @@ class SeparateGenerator:
             self._run_refit(version, self.pool.workers)
         self._policy.update_weights(version)
         self.policy_version = self._refitted = version
+
+    def release_memory(self) -> None:
+        """Let the replicas sleep, if `policy.generation.sleep` is set; see `GenerationInterface`."""
+        if self._sleeps:
+            running = [worker for worker in self.pool.workers if worker.loss is None]
+            self.pool.each(lambda worker: worker.run("release_memory"), running)
 
     def recover(self) -> None:
         """Restart lost generators and bring them to the version of the last refit.

@@ -45,6 +45,7 @@ _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler, and a single rank, share this process
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_HOST_IP": LOOPBACK,  # the ranks of a replica are on one machine
+    "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",  # of the ranks, before vLLM terminates them
     "VLLM_NO_USAGE_STATS": "1",
 }
 _RANK_CLASS = "lucidrl.models.generation.vllm_rank.VllmRank"
@@ -52,6 +53,8 @@ _RANK_LOST = 71
 """Exit code of a process whose engine lost a tensor parallel rank."""
 _LARGEST_SEED = 2**63 - 1
 _STOPPED_BY_LIMIT = "length"
+_WEIGHTS, _CACHE = _SLEEPERS = ("weights", "kv_cache")
+"""What vLLM frees when it sleeps, by its own names."""
 _PROBE = "probe"
 """Id of the request that scores a text."""
 
@@ -87,6 +90,11 @@ class VllmEngine:
         self._requests: dict[str, GenerationRequest] = {}
         """Unfinished requests, by id."""
         self._is_shut_down = False
+        self._can_sleep = config.generation.sleep and gpus is not None
+        self._asleep: set[str] = set()
+        """What the engine has no GPU memory for: some of `_SLEEPERS`."""
+        if config.generation.sleep and gpus is None:
+            _log.warning("policy.generation.sleep has no effect, because vLLM cannot free the memory of a CPU")
         self._finished: list[Completion] = []
         """Completions that no `step` has returned yet."""
         self._context = int(self._engine.model_config.max_model_len)
@@ -100,6 +108,8 @@ class VllmEngine:
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests; see `Engine.submit`."""
         check_requests(requests, self._context)
+        if requests:
+            self._wake(*_SLEEPERS)
         for request in requests:
             self._requests[request.request_id] = request
             self._engine.add_request(
@@ -127,6 +137,7 @@ class VllmEngine:
             while self._requests:
                 self._finished += self._advance()
         try:
+            self._wake(_WEIGHTS)
             yield
             self.policy_version = version
             self._engine.set_weight_version(str(version))
@@ -135,6 +146,7 @@ class VllmEngine:
             # vLLM frees its prefix cache only if no row runs; the salt keeps new requests from using it anyway.
             if in_flight == "recompute" or not self._requests:
                 self._engine.reset_prefix_cache(reset_running_requests=True)
+            self._wake(_CACHE)  # after the load, whose staged weights need memory too
         finally:
             self.submit(again)
 
@@ -163,6 +175,16 @@ class VllmEngine:
             raise (RefitError if result.is_refit_error else RuntimeError)(result.problem)
         return [result.value for result in results]
 
+    def sleep(self) -> None:
+        """Move the weights to host memory and drop the cache, until a refit or a request needs them.
+
+        Does nothing without the setting, on a CPU, or while there are unfinished requests.
+        """
+        if self._can_sleep and not self._asleep and not self.num_unfinished:
+            self.on_ranks("free_copies")
+            self._engine.sleep(level=1)
+            self._asleep = set(_SLEEPERS)
+
     def shutdown(self) -> None:
         """Stop the engine; may be called twice."""
         self._is_shut_down = True
@@ -172,6 +194,7 @@ class VllmEngine:
         """Return the log-probabilities of all tokens but the first, at the configured temperature."""
         from vllm import SamplingParams
 
+        self._wake(*_SLEEPERS)
         parameters = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         self._engine.add_request(_PROBE, self._prompt(tokens), parameters)
         output = None
@@ -181,6 +204,12 @@ class VllmEngine:
             self._finished += map(self._completion, finished.values())
         _, *found = output.prompt_logprobs
         return torch.tensor([found[i][token].logprob for i, token in enumerate(tokens[1:])])
+
+    def _wake(self, *what: str) -> None:
+        """Bring some of `_SLEEPERS` back to the GPU, in this order."""
+        if tags := [tag for tag in what if tag in self._asleep]:
+            self._engine.wake_up(tags)
+            self._asleep.difference_update(tags)
 
     def _advance(self) -> list[Completion]:
         return [self._completion(one) for one in self._step()]

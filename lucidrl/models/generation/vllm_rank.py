@@ -6,10 +6,13 @@ each is a separate process.
 
 from __future__ import annotations
 
+import glob
 import os
+import re
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +42,7 @@ class VllmRank:
     if TYPE_CHECKING:  # attributes of vLLM's worker
         rank: int
         device: torch.device
+        distributed_init_method: str
 
         def get_model(self) -> torch.nn.Module: ...
 
@@ -50,6 +54,7 @@ class VllmRank:
         """Prepare this rank to generate at the configured temperature and to receive weights."""
         if os.getpid() != replica_pid:
             end_with_driver(dies_with_starting_thread)
+            _unlink_shared_memory(self.distributed_init_method)
         if config.generation.temperature != 1.0:
             _divide_logits(config.generation.temperature, self.get_model())
         model = empty_model(config.model_name, DTYPES[config.precision], config.trust_remote_code)
@@ -75,6 +80,15 @@ class VllmRank:
             Exception: of vLLM; the rank then holds a mixture of weights and must not be used any more.
         """
         self.reload_weights(weights_iterator=iter(weights))
+
+
+def _unlink_shared_memory(init_method: str) -> None:
+    """Unlink the shared memory of vLLM's ranks, which all have opened it, so that it ends with them even after a kill.
+
+    vLLM names it after the last part of the address at which the ranks met.
+    """
+    for path in Path("/dev/shm").glob(f"{glob.escape(re.split('[/:]', init_method)[-1])}-*"):
+        path.unlink(missing_ok=True)
 
 
 def _divide_logits(temperature: float, model: torch.nn.Module) -> None:

@@ -112,6 +112,8 @@ def engine_arguments(config: PolicyConfig, folder: str, context: int, gpus: Sequ
     if config.generation.ranks_per_replica > 1:
         arguments["distributed_executor_backend"] = "mp"
     if gpus is not None:
+        if config.generation.sleep:
+            arguments["enable_sleep_mode"] = True
         return {**arguments, "device_ids": list(gpus), **given}
     if given.get("enable_chunked_prefill"):
         raise ConfigError(

@@ -57,6 +57,9 @@ class VllmWorker(Replica):
     def score(self, tokens: Sequence[int]) -> torch.Tensor:
         return self.engine.score(tokens)
 
+    def release_memory(self) -> None:
+        self.engine.sleep()
+
     def on_ranks(self, method: str, *args: Any) -> list[Any]:
         if method != "commit":
             return self.engine.on_ranks(method, *args)
