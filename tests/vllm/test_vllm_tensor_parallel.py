@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import time
 from typing import Any
 
@@ -97,6 +98,13 @@ def test_ranks_share_the_threads_and_listen_on_the_loopback_address_only(generat
     listening = [c.laddr.ip for rank in ranks for c in rank.net_connections("inet") if c.status == psutil.CONN_LISTEN]
     assert listening
     assert set(listening) == {"127.0.0.1"}
+
+
+def test_ranks_leave_ctrl_c_to_the_driver(generator):
+    before = greedy(generator)
+    for rank in processes_of(generator)[1:]:
+        rank.send_signal(signal.SIGINT)
+    assert greedy(generator) == before
 
 
 @pytest.mark.parametrize("refit", ["ipc", "collective"])

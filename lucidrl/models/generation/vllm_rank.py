@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lucidrl.distributed.workers.process import end_with_driver
+from lucidrl.distributed.workers.process import end_with_driver, leave_signals_to_driver
 from lucidrl.errors import ConfigError, RefitError
 from lucidrl.models.generation.receiver import EngineReceiver
 from lucidrl.models.generation.refit_rank import RefitRank
@@ -53,6 +53,7 @@ class VllmRank:
     def prepare_rank(self, config: PolicyConfig, replica_pid: int, dies_with_starting_thread: bool) -> None:
         """Prepare this rank to generate at the configured temperature and to receive weights."""
         if os.getpid() != replica_pid:
+            leave_signals_to_driver()
             end_with_driver(dies_with_starting_thread)
             _unlink_shared_memory(self.distributed_init_method)
         if config.generation.temperature != 1.0:
