@@ -154,6 +154,7 @@ def test_the_shared_memory_of_ranks_has_no_name_that_a_kill_would_leave_behind(g
 def test_a_killed_replica_restarts_with_both_ranks_and_leaves_no_process(generator, policy):
     undisturbed, restarts = greedy(generator), generator.num_restarts
     lost = processes_of(generator)
+    lost[2].suspend()  # a rank that hangs ends too
     lost[0].kill()
     assert not psutil.wait_procs(lost, EXIT_TIMEOUT_S)[1]
     for (tokens, logprobs), (before, logprobs_before) in zip(greedy(generator), undisturbed, strict=True):
