@@ -37,6 +37,6 @@ def test_a_worker_of_two_ranks_reserves_two_gpus_and_the_cpus_of_two_workers(nod
 
 def test_too_few_gpus_for_the_ranks_are_refused(node):
     node(CPU=8.0, GPU=1.0)
-    with pytest.raises(ConfigError, match=r"asks Ray for CPU 2, GPU 2 on one node, but .* GPU 1 of 1 free"):
-        with reserved(ClusterConfig(launcher="ray"), False, REPLICA):
-            pass
+    refused = pytest.raises(ConfigError, match=r"asks Ray for CPU 2, GPU 2 on one node, but .* GPU 1 of 1 free")
+    with refused, reserved(ClusterConfig(launcher="ray"), False, REPLICA):
+        pass
