@@ -80,7 +80,9 @@ def measure(options: Mapping[str, Any]) -> dict[str, Any]:
         scores = policy.with_scores(rows, previous=True, reference=False)["prev_logprobs"]
         if options.get("separate"):
             with SeparateGenerator(policy, config, tokenizer) as generator:
+                generator.release_memory()
                 generator.update_weights(version=1)
+                generator.release_memory()
                 output = generator.generate(prompts, greedy=True)
         else:
             output = policy.generate(prompts, greedy=True)
@@ -156,11 +158,13 @@ def check_refit(kind: str) -> str:
     return compare(measured(separate=True, policy=policy), measured(on_cpu=True))
 
 
-def check_vllm() -> str:
-    """A replica of vLLM on the GPU of the policy, with little memory for its cache."""
+def check_vllm(num_ranks: int = 1, *, sleep: bool = False) -> str:
+    """A replica of vLLM on the GPUs of the policy, with little memory for its cache."""
     arguments = {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 1 << 28, "enforce_eager": True}
-    generation = {"engine": "vllm", "placement": "separate", "refit": "ipc", "vllm": arguments}
-    return compare(measured(separate=True, policy={"generation": generation}), measured(on_cpu=True))
+    arguments["tensor_parallel_size"] = num_ranks
+    generation = {"engine": "vllm", "placement": "separate", "refit": "ipc", "sleep": sleep, "vllm": arguments}
+    found = measured(num_workers=num_ranks, separate=True, policy={"generation": generation})
+    return compare(found, measured(on_cpu=True))
 
 
 def check_offload() -> str:
@@ -212,8 +216,22 @@ CHECKS = (
     Check("profiling", "a recorded step shows GPU kernels", 1, check_profiling),
     Check("refit-ipc", "a separate generator computes with weights from CUDA IPC", 1, lambda: check_refit("ipc")),
     Check("vllm", "vLLM on the policy's GPU generates with weights from CUDA IPC", 1, check_vllm, package="vllm"),
+    Check(
+        "vllm-sleep",
+        "vLLM sleeps on the policy's GPU, and wakes for a refit and for generation",
+        1,
+        lambda: check_vllm(sleep=True),
+        package="vllm",
+    ),
     Check("ranks-nccl", "two data parallel ranks over nccl equal one", 2, check_ranks),
     Check("tensor-parallel", "two tensor parallel ranks over nccl equal one", 2, check_tensor_parallel),
+    Check(
+        "vllm-tensor-parallel",
+        "two tensor parallel ranks of vLLM on the policy's GPUs generate with weights from CUDA IPC",
+        2,
+        lambda: check_vllm(2),
+        package="vllm",
+    ),
     Check("refit-collective", "a separate generator gets weights over nccl", 2, lambda: check_refit("collective")),
 )
 

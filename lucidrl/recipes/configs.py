@@ -98,6 +98,17 @@ class RolloutRunConfig(TextRunConfig, ABC):
         return self
 
     @model_validator(mode="after")
+    def _sleeps_between_steps(self) -> Self:
+        staleness = self.update.async_.max_staleness
+        if staleness > 0 and self.policy.generation.sleep:
+            raise ValueError(
+                "policy.generation.sleep=true frees GPU memory between generation and refit, but with "
+                f"{self.algorithm}.async.max_staleness={staleness} generation never stops; remove sleep, or set "
+                "max_staleness=0"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _can_overlap(self) -> Self:
         staleness = self.update.async_.max_staleness
         asked = f"{self.algorithm}.async.max_staleness={staleness}"

@@ -49,7 +49,7 @@ def estimate_memory_gib(
         if policy.generation.placement == "separate":
             # A generator holds the current and the next version; generators on the policy's node share their memory.
             is_far = policy.generation.refit == "collective" or policy.generation.nodes == "other"
-            copies = policy.generation.num_workers if is_far else 1
+            copies = policy.generation.num_workers * policy.generation.ranks_per_replica if is_far else 1
             num_engines = policy.generation.num_workers if policy.generation.engine == "vllm" else 0  # own layout
             sent, kept = parameters, 0
             if num_trained is not None and not policy.merges_for_generation:

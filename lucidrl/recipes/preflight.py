@@ -13,7 +13,7 @@ from lucidrl.envs.text.config import EnvConfig
 from lucidrl.errors import ConfigError
 from lucidrl.models.generation.config import GenerationConfig
 from lucidrl.models.generation.separate import check_nodes, generator_hostings, generator_nodes
-from lucidrl.models.generation.vllm_settings import check_vllm, is_installed
+from lucidrl.models.generation.vllm_settings import check_tensor_parallel_size, check_vllm, is_installed
 from lucidrl.models.loading import DTYPES, ModelFacts, empty_model
 from lucidrl.models.policy.policy import check_optimizer, trained_shapes, worker_class_of
 from lucidrl.models.tensor_parallel import check_tensor_parallel
@@ -81,6 +81,9 @@ def preflight(config: RolloutRunConfig | ExampleRunConfig, inputs: TextInputs | 
     # Under Ray, the replicas may run on machines with other packages; they check vLLM when they start.
     if policy.generation.engine == "vllm" and (is_installed() or not config.cluster.uses_ray):
         check_vllm(policy)
+    if (num_ranks := policy.generation.ranks_per_replica) > 1:
+        model = empty_model(policy.model_name, DTYPES[policy.precision], policy.trust_remote_code)
+        check_tensor_parallel_size(num_ranks, model.config)
     check_optimizer(policy.with_total_steps(config.max_steps))
     facts = inputs.facts
     layout = worker_class_of(policy).layout_of(policy, config.cluster.num_workers)

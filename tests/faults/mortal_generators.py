@@ -57,16 +57,6 @@ class Mortal(Replica):
         self._meet_fate("join_collective")
         return super().join_collective(*args)
 
-    def receive_weights(self) -> str | None:
-        begin = self.receiver.begin
-
-        def begin_and_die(version: int) -> None:  # the sender is in the middle of it
-            self._meet_fate("receive_weights")
-            begin(version)
-
-        self.receiver.begin = begin_and_die  # type: ignore[method-assign]
-        return super().receive_weights()
-
     def _meet_fate(self, method: str) -> None:
         plan = _plan(method, self._number)
         if not plan.exists():
@@ -82,16 +72,31 @@ class Mortal(Replica):
 class MortalGenerator(Mortal, GenerationWorker):
     """A replica of the built-in engine."""
 
+    def receive_weights(self) -> str | None:
+        begin = self.receiver.begin
+
+        def begin_and_die(version: int) -> None:  # the sender is in the middle of it
+            self._meet_fate("receive_weights")
+            begin(version)
+
+        self.receiver.begin = begin_and_die  # type: ignore[method-assign]
+        return super().receive_weights()
+
 
 class MortalVllm(Mortal, VllmWorker):
-    """A replica of vLLM; its loader raises where a death is planned in `load`."""
+    """A replica of vLLM; the loader of its last rank raises where a death is planned in `load`."""
 
-    def _load(self, weights: Any) -> None:
+    def on_ranks(self, method: str, *args: Any) -> list[Any]:
         plan = _plan("load", self._number)
-        if plan.exists():
+        if method == "commit" and plan.exists():
             plan.unlink()
-            self.engine.load = _fail  # type: ignore[method-assign]
-        super()._load(weights)
+            self.engine._engine.collective_rpc(_break_loader)
+        return super().on_ranks(method, *args)
+
+
+def _break_loader(rank: Any) -> None:
+    if rank.rank == rank.parallel_config.world_size - 1:
+        rank.refit_rank.receiver._load = _fail
 
 
 def _fail(weights: Any) -> None:

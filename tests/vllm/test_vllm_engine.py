@@ -23,6 +23,7 @@ from tests.vllm.vllm_cases import (
     config_of,
     needs_vllm,
     prompts_of,
+    scores,
 )
 
 pytestmark = needs_vllm
@@ -63,16 +64,6 @@ def policies():
         temperature: Policy(config_of(temperature=temperature), TOKENIZER, init_optimizer=False)
         for temperature in (1.0, WARM["temperature"])
     }
-
-
-def scores(policy: Policy, output: Any) -> torch.Tensor:
-    """Log-probabilities of the policy for the completions, in their places; 0 elsewhere."""
-    rows = {"input_ids": output["output_ids"], "input_lengths": output["unpadded_sequence_lengths"]}
-    scored = policy.with_scores(type(output)(rows), previous=True, reference=False)["prev_logprobs"]
-    position = torch.arange(output["output_ids"].shape[1])
-    ends = output["unpadded_sequence_lengths"][:, None]
-    is_sampled = (position >= ends - output["generation_lengths"][:, None]) & (position < ends)
-    return scored * is_sampled
 
 
 def test_greedy_choices_are_those_of_the_builtin_engine_after_every_prefix(engine):

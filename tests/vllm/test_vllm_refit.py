@@ -60,6 +60,11 @@ def greedy(generator: Any) -> list[tuple[list[int], list[float]]]:
     return completions_of(generator.generate(batch_of(PROMPTS), greedy=True))
 
 
+def checksums_of(generator: SeparateGenerator) -> list[Any]:
+    """Checksums of the weights in use, of each rank of each replica."""
+    return [rank.checksum for worker in generator.pool.workers for rank in worker.run("report_weights")]
+
+
 @pytest.fixture(scope="module", params=["tied", "untied"])
 def model(request, tmp_path_factory) -> str:
     return "embedded" if request.param == "tied" else write_untied_model(tmp_path_factory.mktemp("untied"))
@@ -84,7 +89,7 @@ def test_after_a_refit_greedy_output_is_that_of_an_engine_loaded_from_the_saved_
         output = generator.generate(batch_of(PROMPTS), greedy=True)
         assert set(output["policy_versions"].tolist()) == {2}
         assert check_greedy_choices(PROMPTS, output, str(tmp_path), TOKENIZER)
-        assert [w.run("receiver.checksum") for w in generator.pool.workers] == policy.group.run_all("export.checksum")
+        assert checksums_of(generator) == policy.group.run_all("export.sent_checksums")
 
 
 @pytest.fixture(scope="module")
@@ -152,8 +157,7 @@ def test_a_replica_whose_loader_fails_is_replaced_and_refitted(generator, policy
     generator.update_weights(generator.policy_version + 1)
     assert generator.num_restarts == restarts + 1
     assert generator.pool.workers[1].process.pids == others
-    checksums = [worker.run("receiver.checksum") for worker in generator.pool.workers]
-    assert set(checksums) == set(policy.group.run_all("export.checksum"))
+    assert checksums_of(generator) == policy.group.run_all("export.sent_checksums") * 2
     assert "exited with code 70" in caplog.text
     assert "a planned failure of the loader" in caplog.text
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from lucidrl.models.generation.interfaces import Completion, GenerationRequest
 from lucidrl.models.generation.vllm import VllmEngine
 from lucidrl.models.loading import load_model
 from lucidrl.models.logprobs import LogprobModel
-from tests.vllm.vllm_cases import ROUNDING, batch_of, completions_of, config_of, needs_vllm, prompts_of
+from tests.vllm.vllm_cases import ROUNDING, batch_of, completions_of, config_of, load, needs_vllm, prompts_of
 
 pytestmark = needs_vllm
 TOKENIZER = embedded_tokenizer()
@@ -106,14 +107,14 @@ def test_rows_in_flight_when_the_weights_change(endless, models, in_flight, monk
     engine, (old, new) = endless, models
     monkeypatch.setattr(engine, "_config", engine._config.model_copy(update={"in_flight": in_flight, "top_k": 3}))
     with engine.updating(0):
-        engine.load(tied(old))
+        load(engine, tied(old))
     prompts = {"a": LONG, "b": LONG[:30], "waiting": LONG, "after": LONG}
     engine.submit([request(name, prompts[name]) for name in "ab"])
     for _ in range(3):
         engine.step()
     engine.submit([request("waiting", LONG)])
     with engine.updating(1):
-        engine.load(tied(new))
+        load(engine, tied(new))
     engine.submit([request("after", LONG)])
     found = finish(engine)
     assert found.keys() == prompts.keys()
@@ -138,3 +139,22 @@ def test_rows_in_flight_when_the_weights_change(endless, models, in_flight, monk
 
 def tied(model: Any) -> list[tuple[str, torch.Tensor]]:
     return list(model.named_parameters(remove_duplicate=False))
+
+
+def test_on_a_cpu_an_engine_that_may_sleep_answers_as_one_that_may_not(engine, models, caplog):
+    caplog.set_level(logging.WARNING)
+    sleeper = VllmEngine(config_of(max_new_tokens=8, sleep=True), TOKENIZER, 0, None)
+    rows = batch_of(PROMPTS, samples=2)
+    for version, model in enumerate(models):
+        for one in (engine, sleeper):
+            with one.updating(version):
+                load(one, tied(model))
+        sleeper.sleep()
+        expected = engine.generate(rows)
+        for _ in range(2):
+            found = sleeper.generate(rows)
+            assert torch.equal(found["output_ids"], expected["output_ids"])
+            assert torch.allclose(found["logprobs"], expected["logprobs"], rtol=0, atol=1e-6)
+            sleeper.sleep()
+    sleeper.shutdown()
+    assert caplog.text.count("policy.generation.sleep has no effect, because vLLM cannot free the memory of a CPU") == 1

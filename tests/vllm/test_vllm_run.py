@@ -23,7 +23,7 @@ def lucidrl(*arguments: object) -> subprocess.CompletedProcess[str]:
 def test_a_run_trains_and_logs_its_refits(tmp_path):
     done = lucidrl(
         *("grpo", "--preset", "demo", *ENGINE, f"run.root={tmp_path}", "grpo.max_steps=3", "cluster.num_threads=1"),
-        "tracking.dump_samples_every=1",
+        *("tracking.dump_samples_every=1", "policy.generation.sleep=true"),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     [folder] = [path.parent for path in tmp_path.rglob("metrics.jsonl")]
@@ -36,6 +36,7 @@ def test_a_run_trains_and_logs_its_refits(tmp_path):
     assert re.search(r"started 1 vllm replica in \d+ s", words)
     log = (folder / "logs" / "generation" / "rank_0.log").read_text()
     assert "LLM engine" in log
+    assert log.count("policy.generation.sleep has no effect") == 1
 
 
 def test_the_check_of_gpus_passes_on_cpus(tmp_path):

@@ -14,10 +14,12 @@ from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.models.embedded import embedded_tokenizer
 from lucidrl.models.generation.builtin import BuiltinGenerator
 from lucidrl.models.generation.config import GenerationConfig
+from lucidrl.models.generation.vllm import VllmEngine
 from lucidrl.models.generation.vllm_settings import is_installed
 from lucidrl.models.loading import load_model
 from lucidrl.models.logprobs import LogprobModel
 from lucidrl.models.policy.config import PolicyConfig
+from lucidrl.models.policy.policy import Policy
 
 needs_vllm = pytest.mark.skipif(not is_installed(), reason="vLLM is not installed; see `make vllm`")
 ROUNDING = 1e-3
@@ -108,3 +110,18 @@ def check_greedy_choices(
         others += token != best
     assert others <= len(found) // 50
     return len(found)
+
+
+def scores(policy: Policy, output: Any) -> torch.Tensor:
+    """Log-probabilities of the policy for the completions, in their places; 0 elsewhere."""
+    rows = {"input_ids": output["output_ids"], "input_lengths": output["unpadded_sequence_lengths"]}
+    scored = policy.with_scores(type(output)(rows), previous=True, reference=False)["prev_logprobs"]
+    position = torch.arange(output["output_ids"].shape[1])
+    ends = output["unpadded_sequence_lengths"][:, None]
+    is_sampled = (position >= ends - output["generation_lengths"][:, None]) & (position < ends)
+    return scored * is_sampled
+
+
+def load(engine: VllmEngine, weights: list[tuple[str, torch.Tensor]]) -> None:
+    """Load weights on all ranks, without a refit."""
+    engine._engine.collective_rpc("load_rank", args=(weights,))

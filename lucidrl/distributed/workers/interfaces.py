@@ -67,6 +67,8 @@ class Hosting:
     """Modules that the fork server imports once for all processes."""
     nodes: NodeChoice | None = None
     """Nodes of a Ray cluster that workers may run on; by default all."""
+    num_ranks: int = 1
+    """Processes that a worker consists of; under Ray, the worker reserves the CPUs and GPUs of so many workers."""
     ray_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of `ray.remote` for the actor that holds a worker's resources."""
     start_setting: str = "cluster.start_timeout_s"

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 LOOPBACK = "127.0.0.1"
 
 _NODE_VARIABLE, _IP_VARIABLE = "LUCIDRL_NODE_ID", "LUCIDRL_NODE_IP"
@@ -48,3 +50,11 @@ def node_id() -> str:
 def node_environment(node: str, ip: str) -> Mapping[str, str]:
     """Environment variables that give a process its node id and address."""
     return {_NODE_VARIABLE: node, _IP_VARIABLE: ip}
+
+
+def interface_of(ip: str) -> str | None:
+    """Name of this machine's network interface with an address; None if there is none."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if ip in [each.address for each in addresses]:
+            return name
+    return None

@@ -24,15 +24,13 @@ from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.workers.interfaces import Hosting
 from lucidrl.distributed.workers.local import LocalWorkers, listen_for_ranks
 from lucidrl.distributed.workers.logs import LogFolder, NewOutput
 from lucidrl.distributed.workers.messages import Message
 from lucidrl.distributed.workers.outcomes import Exited
-from lucidrl.distributed.workers.place import LOOPBACK, node_environment
+from lucidrl.distributed.workers.place import LOOPBACK, interface_of, node_environment
 from lucidrl.distributed.workers.process import leave_signals_to_driver, main_seen_as
 from lucidrl.profiling.clock import now_ns
 from lucidrl.profiling.settings import FOLDER_VARIABLE, traces_folder
@@ -240,10 +238,8 @@ class NodeAgent:
             environment["CUDA_VISIBLE_DEVICES"] = ""
         # Without the variable, gloo uses the interface that the machine's name resolves to.
         ip = self._ip if plan.cluster.num_nodes > 1 else LOOPBACK
-        if plan.store is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
-            for name, addresses in psutil.net_if_addrs().items():
-                if ip in [each.address for each in addresses]:
-                    environment["GLOO_SOCKET_IFNAME"] = name
+        if plan.store is not None and "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_of(ip)):
+            environment["GLOO_SOCKET_IFNAME"] = name
         return environment
 
 

@@ -87,9 +87,9 @@ def reserved(cluster: ClusterConfig, is_own_ray: bool, hosting: Hosting) -> Iter
 
     given = hosting.ray_options
     per_node = cluster.ranks_per_node
-    default_cpus = cluster.num_cpus_per_worker or (_SHARED_CPUS if is_own_ray else 1)
+    default_cpus = hosting.num_ranks * (cluster.num_cpus_per_worker or (_SHARED_CPUS if is_own_ray else 1))
     num_cpus = per_node * given.get("num_cpus", default_cpus)
-    num_gpus = per_node * given.get("num_gpus", 0 if given else _gpus_per_worker(cluster))
+    num_gpus = per_node * given.get("num_gpus", 0 if given else hosting.num_ranks * _gpus_per_worker(cluster))
     options = {**given, "num_cpus": num_cpus, "num_gpus": num_gpus}
     bundle, strategy = _bundle(options), given.get("scheduling_strategy")
     if is_placed_by_caller := strategy is not None or not bundle:

@@ -57,7 +57,7 @@ class BuiltinGenerator:
         self.engine.forget()
         self.engine.policy_version = version
 
-    def forget(self) -> None:
+    def release_memory(self) -> None:
         """Drop cached keys and values; call this before the weights change."""
         self.engine.forget()
 

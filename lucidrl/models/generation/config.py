@@ -19,10 +19,12 @@ VLLM_ARGUMENTS_SET_HERE = {
     "max_num_seqs": "set policy.generation.max_concurrent_rows",
     "logprobs_mode": "log-probabilities are those of the full distribution at policy.generation.temperature",
     "generation_config": "set the sampling parameters below policy.generation, such as policy.generation.top_p",
-    "distributed_executor_backend": "the engine runs in the process of the replica; set policy.generation.num_workers",
-    "pipeline_parallel_size": "a replica runs on one device; set policy.generation.num_workers for more replicas",
+    "distributed_executor_backend": "the replica starts the ranks of its engine; set tensor_parallel_size",
+    "worker_extension_cls": "it receives the weights of a refit",
+    "enable_sleep_mode": "set policy.generation.sleep",
+    "pipeline_parallel_size": "set tensor_parallel_size, or policy.generation.num_workers for more replicas",
     "data_parallel_size": "set policy.generation.num_workers",
-    "device_ids": "a replica uses one GPU; set policy.generation.num_workers for more replicas",
+    "device_ids": "each replica uses the next tensor_parallel_size GPUs; set CUDA_VISIBLE_DEVICES to leave GPUs out",
 }
 """Arguments of vLLM's engine that other settings determine → what to set instead."""
 
@@ -78,7 +80,11 @@ class GenerationConfig(Config):
     """builtin: the forward pass that is trained; vllm: vLLM, in separate processes."""
     vllm: dict[str, Any] = Field(default_factory=dict)
     """Arguments of vLLM's engine (`EngineArgs`), such as `gpu_memory_utilization` or `enable_prefix_caching`. Settings
-    above set the arguments that they name."""
+    above set the arguments that they name. `tensor_parallel_size` is the number of GPUs of a replica; on a machine
+    without GPUs, of its processes."""
+    sleep: bool = False
+    """Free the GPU memory of vLLM while the policy trains: its weights move to host memory, its cache is dropped. The
+    next refit brings both back. For replicas on GPUs of the policy; without effect on a CPU."""
     num_workers: PositiveInt = 1
     """Number of separate processes; they split the prompts."""
     nodes: Literal["any", "policy", "other"] = "any"
@@ -128,6 +134,11 @@ class GenerationConfig(Config):
                     f"vllm.{next(iter(self.vllm))} is for engine=vllm, but engine=builtin; set engine=vllm, or remove "
                     "the argument"
                 )
+            if self.sleep:
+                raise ValueError(
+                    "sleep=true is for engine=vllm, but engine=builtin frees its cache by itself; set engine=vllm, or "
+                    "remove sleep"
+                )
             return self
         if self.placement == "policy":
             raise ValueError(
@@ -142,9 +153,14 @@ class GenerationConfig(Config):
                 f"vllm.max_model_len={length} is not a whole number of at least {SHORTEST_CONTEXT} tokens; set one, or "
                 "remove it to use the model's context"
             )
-        if self.vllm.get("tensor_parallel_size", 1) != 1:
+        if type(size := self.vllm.get("tensor_parallel_size", 1)) is not int or size < 1:
             raise ValueError(
-                f"vllm.tensor_parallel_size={self.vllm['tensor_parallel_size']}: a refit reaches engines on one device "
-                "only; remove it, and raise num_workers for more replicas"
+                f"vllm.tensor_parallel_size={size} is not a whole number of at least 1; set the number of GPUs of a "
+                "replica, or remove it to use one"
             )
         return self
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Processes that one replica computes with, each on a separate GPU if there are GPUs."""
+        return int(self.vllm.get("tensor_parallel_size", 1))

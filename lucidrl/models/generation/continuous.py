@@ -197,6 +197,9 @@ class ContinuousGenerator:
                 )
         return output_of(requests, found, self._pad_id)
 
+    def release_memory(self) -> None:
+        """Does nothing, because generation goes on while the policy trains."""
+
     def close(self) -> None:
         """Start no more slices; may be called twice."""
         self._is_closed = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -11,11 +12,14 @@ from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.models.generation.builtin import BuiltinGenerator
 from lucidrl.models.generation.interfaces import GenerationDatumSpec, GenerationOutputSpec
 from lucidrl.models.generation.receiver import WeightReceiver
-from lucidrl.models.generation.replica import Replica, check_gpu
+from lucidrl.models.generation.refit_rank import RefitRank
+from lucidrl.models.generation.replica import Replica, check_gpus
 from lucidrl.models.loading import DTYPES, load_model
 from lucidrl.models.logprobs import LogprobModel
 from lucidrl.models.lora import add_adapters
 from lucidrl.models.policy.config import PolicyConfig
+from lucidrl.models.policy.introspection import device_id
+from lucidrl.utils.device import default_device
 
 
 class GenerationWorker(Replica):
@@ -40,10 +44,11 @@ class GenerationWorker(Replica):
         number: int = 0,
         gpu: int = 0,
     ):
-        check_gpu(gpu)
+        check_gpus(gpu)
         if torch.cuda.is_available():
             torch.cuda.set_device(gpu)
         super().__init__(number, tokenizer)
+        self._device = default_device()
         model = load_model(
             config.model_name, DTYPES[config.precision], seed=seed, trust_remote_code=config.trust_remote_code
         )
@@ -53,7 +58,10 @@ class GenerationWorker(Replica):
         scorer = LogprobModel(model.requires_grad_(False), config.generation.temperature).to(self._device)
         self._generator = BuiltinGenerator(scorer, tokenizer, config.generation, seed)
         self.engine = self._generator.engine
-        self.receiver: WeightReceiver = WeightReceiver(model, self._device_id, sent)
+        # On a CPU, the policy offers weights to all processes of a node under local rank 0.
+        name = device_id(self._device, 0)
+        self.receiver: WeightReceiver = WeightReceiver(model, name, sent)
+        self._rank = RefitRank(self.receiver, self._device, name)
 
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
@@ -66,3 +74,9 @@ class GenerationWorker(Replica):
         row = torch.tensor([tokens], device=self._device)
         outputs = self._generator.model(row, torch.tensor([len(tokens)], device=self._device))
         return outputs.logprobs[0, 1:].float().cpu()
+
+    def release_memory(self) -> None:
+        self._generator.release_memory()
+
+    def on_ranks(self, method: str, *args: Any) -> list[Any]:
+        return [getattr(self._rank, method)(*args)]

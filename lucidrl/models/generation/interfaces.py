@@ -53,14 +53,22 @@ class GenerationOutputSpec(TypedDict):
 
 
 @dataclass(frozen=True)
-class RefitReport:
-    """What an engine has after a refit, which the policy compares with its own."""
+class RankWeights:
+    """Weights that one rank of an engine has in use."""
 
     version: int
     """Version of the weights in use."""
     checksum: Mapping[str, str]
     """`tensor_checksum` of every tensor that the engine's loader received, by Hugging Face name. Names that the policy
     does not send, such as that of a tied head, are ignored."""
+
+
+@dataclass(frozen=True)
+class RefitReport:
+    """What an engine has after a refit, which the policy compares with its own."""
+
+    ranks: Sequence[RankWeights]
+    """The weights of each tensor parallel rank; of a single one, if the engine is not tensor parallel."""
     probe_logprobs: torch.Tensor
     """[P - 1] float32 log-probabilities of the probe's tokens but the first, under the full distribution at the
     configured temperature; see `probe_tokens`."""
@@ -166,3 +174,7 @@ class GenerationInterface(Protocol):
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]: ...
+
+    def release_memory(self) -> None:
+        """Free what only generation needs; call this when a step is sampled. The next call takes the memory again."""
+        ...

@@ -95,12 +95,11 @@ class StagedWeights(ABC):
                 self.put(name, tensor)
         self._wait_for_copies()
 
-    @span("refit")
-    def commit(self, version: int) -> None:
-        """Use the staged weights from now on.
+    def check(self, version: int) -> None:
+        """Check that all weights of `version` are staged.
 
         Raises:
-            RefitError: a weight is missing; the current weights stay in use.
+            RefitError: a weight is missing, or the refit is for another version.
         """
         if version != self._incoming:
             raise RefitError(
@@ -112,6 +111,15 @@ class StagedWeights(ABC):
                 f"version {version} is incomplete: {missing[0]} is missing ({len(missing)} of {len(self._expected)} "
                 f"weights); the generator keeps version {self.version}, refit again"
             )
+
+    @span("refit")
+    def commit(self, version: int) -> None:
+        """Use the staged weights from now on.
+
+        Raises:
+            RefitError: see `check`; the current weights stay in use.
+        """
+        self.check(version)
         self._wait_for_copies()
         unused = self._use(self._staged)
         # The next version is copied to memory that is not used any more, unless some of it is the sender's.
@@ -120,6 +128,10 @@ class StagedWeights(ABC):
             memory.release()
         self._released, self._shared, self._incoming_shared = self._shared, self._incoming_shared, {}
         self.version, self._incoming, self._staged = version, None, {}
+
+    def free_copies(self) -> None:
+        """Free memory of this process that no weights in use are in; the next version is copied to new memory."""
+        self._own = {}
 
     def checksum(self) -> str:
         """Return the SHA-256 of the weights in use; see `checksum_of`."""
@@ -204,10 +216,15 @@ class EngineReceiver(StagedWeights):
         """Every name of a weight → the name under which it is received."""
         self._load = load
         self._loaded: dict[str, torch.Tensor] = {}
-        """The tensors that were loaded last; empty before the first refit."""
+        """The tensors that were loaded last; empty before the first refit, and after `free_copies`."""
 
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         return self._loaded.items()
+
+    def free_copies(self) -> None:
+        """Free the tensors that were loaded last, too: the engine has them in its own layout."""
+        super().free_copies()
+        self._loaded = {}
 
     def _use(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         self._load((name, weights[source]) for name, source in self._source_of.items())

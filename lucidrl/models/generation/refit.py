@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ _POLICY_GRACE_S = 5.0
 class GeneratorState:
     """The driver's record of a generator process."""
 
-    place: Place
+    places: Sequence[Place]
+    """Of each of its ranks; all are on one node."""
     version: int | None = None
     """Version of the last refit; None before the first refit."""
 
@@ -104,9 +106,12 @@ class Refit:
     def shares_memory(self, worker: PoolWorker) -> bool:
         """Return whether a generator gets the weights through shared memory."""
         if self._config.refit == "auto":
-            device = self._states[worker.number].place.device
-            return sys.platform == "linux" and device in [place.device for place in self._places]
+            of_policy = {place.device for place in self._places}
+            return sys.platform == "linux" and of_policy.issuperset(self._devices(worker))
         return self._config.refit == "ipc"
+
+    def _devices(self, worker: PoolWorker) -> list[str]:
+        return [place.device for place in self._states[worker.number].places]
 
     def _by_ipc(self, version: int, receivers: Sequence[PoolWorker]) -> list[PoolWorker]:
         """Let generators read a bucket while the policy packs the next; return the generators that have all buckets.
@@ -144,11 +149,13 @@ class Refit:
         if len(_alive(receivers)) < len(receivers):  # the others would wait for the lost one until their timeout
             return False
         host = self._places[0]
-        ip = LOOPBACK if all(self._states[worker.number].place.node == host.node for worker in receivers) else host.ip
-        port, world_size = self._policy.run_all("export.offer_port", ip)[0], 1 + len(receivers)
+        places = [self._states[worker.number].places for worker in receivers]
+        ip = LOOPBACK if all(ranks[0].node == host.node for ranks in places) else host.ip
+        *first_ranks, world_size = accumulate(map(len, places), initial=1)
+        port = self._policy.run_all("export.offer_port", ip)[0]
         calls = [
             self._pool.submit(worker.number, "join_collective", ip, port, rank, world_size, self._group_timeout_s)
-            for rank, worker in enumerate(receivers, start=1)
+            for rank, worker in zip(first_ranks, receivers, strict=True)
         ]
         is_formed = self._succeeds(receivers, calls, "export.try_join", ip, port, world_size, self._group_timeout_s)
         self._members = _processes(receivers) if is_formed else []

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from lucidrl.distributed.workers.group import WorkerGroup
 from lucidrl.distributed.workers.pool import PoolWorker, WorkerPool
 from lucidrl.errors import RefitError
-from lucidrl.models.generation.interfaces import RefitReport
+from lucidrl.models.generation.interfaces import RankWeights, RefitReport
 from lucidrl.models.generation.mismatch import (
     Diagnosis,
     Evidence,
@@ -90,7 +90,10 @@ class RefitGuard:
         if self._merges:
             self.merge_gap = self._policy.run_all("scorer.merge_gap", *self._probe)[0]
         for number, report in sorted(reports.items()):
-            self._act_on(self._evidence(number, version, report, checksum, logprobs))
+            rank = _faulty_rank(report.ranks, version, checksum)
+            name = f"generator {number}" if rank is None else f"rank {rank} of generator {number}"
+            weights = report.ranks[rank or 0]
+            self._act_on(self._evidence(name, version, weights, report.probe_logprobs, checksum, logprobs))
         differences = [mean_difference(report.probe_logprobs, logprobs) for report in reports.values()]
         self.difference = max([self.difference, *differences])
         if self._usual is None and differences and self.diagnosis is None:
@@ -99,21 +102,27 @@ class RefitGuard:
             self._version, self._checksum, self._logprobs = version, checksum, logprobs
 
     def _evidence(
-        self, number: int, version: int, report: RefitReport, checksum: Mapping[str, str], logprobs: torch.Tensor
+        self,
+        name: str,
+        version: int,
+        weights: RankWeights,
+        probed: torch.Tensor,
+        checksum: Mapping[str, str],
+        logprobs: torch.Tensor,
     ) -> Evidence:
         is_next = version != self._version  # else a restarted generator got the version of the last refit again
         return Evidence(
-            subject=f"generator {number} after the refit to version {version}",
-            engine_N=report.probe_logprobs,
+            subject=f"{name} after the refit to version {version}",
+            engine_N=probed,
             policy_N=logprobs,
             warn_above=self._limits.warn_above(self._precision),
             stop_above=self._limits.stop,
             setting=self._setting,
             before_N=self._logprobs if is_next else None,
             usual=self._usual,
-            version=report.version,
+            version=weights.version,
             expected_version=version,
-            checksum=report.checksum,
+            checksum=weights.checksum,
             expected_checksum=checksum,
             previous_checksum=self._checksum if is_next else {},
             merge_gap=self.merge_gap,
@@ -138,3 +147,13 @@ class RefitGuard:
         if diagnosis.is_gross:
             raise RefitError(diagnosis.message)
         self.diagnosis = diagnosis
+
+
+def _faulty_rank(ranks: Sequence[RankWeights], version: int, checksum: Mapping[str, str]) -> int | None:
+    """Return the first of several ranks that has other weights than the policy; None if there is none to single out."""
+    if len(ranks) == 1:
+        return None
+    for number, rank in enumerate(ranks):
+        if rank.version != version or any(rank.checksum.get(name) != value for name, value in checksum.items()):
+            return number
+    return None

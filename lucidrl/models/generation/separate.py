@@ -62,20 +62,19 @@ class SeparateGenerator:
         self.policy_version = 0
         self._policy, self._seed = policy, seed
         self._num_calls = 0
-        self._max_rows = config.generation.max_concurrent_rows
+        self._max_rows, self._sleeps = config.generation.max_concurrent_rows, config.generation.sleep
         self._refitted: int | None = None
         """Version of the last refit; None before the first refit."""
         self._pad_id = int(tokenizer.pad_token_id)  # always set by `load_tokenizer`
         generation, cluster = config.generation, (cluster or ClusterConfig()).of_one()
         check_nodes(generation, cluster)
-        # With shared memory, a generator uses the GPU of a rank. With a broadcast it needs another GPU, because nccl
-        # needs one GPU per group member. Under Ray, a generator sees only the GPU that Ray assigned.
+        # With shared memory, a generator uses the GPUs of ranks. With a broadcast it needs other GPUs, because nccl
+        # needs one GPU per group member. Under Ray, a generator sees only the GPUs that Ray assigned.
         first_gpu = policy.group.size if generation.refit == "collective" else 0
+        gpus = [first_gpu + number * generation.ranks_per_replica for number in range(generation.num_workers)]
         arguments = [
-            Arguments(
-                (config, tokenizer, seed), {"number": number, "gpu": 0 if cluster.uses_ray else first_gpu + number}
-            )
-            for number in range(generation.num_workers)
+            Arguments((config, tokenizer, seed), {"number": number, "gpu": 0 if cluster.uses_ray else gpu})
+            for number, gpu in enumerate(gpus)
         ]
         hosting = Hosting(
             role="generator",
@@ -83,13 +82,15 @@ class SeparateGenerator:
             log_dir=log_dir / "generation" if log_dir is not None else None,
             nodes=generator_nodes(generation, [place.node for place in policy.places]),
             phase_settings={FIRST_STEP: "cluster.start_timeout_s", STEP: "policy.generation.step_timeout_s"},
+            num_ranks=generation.ranks_per_replica,
         )
         self._states: dict[int, GeneratorState] = {}
 
         def note_place(worker: PoolWorker) -> None:
-            place = worker.run("report_place")
-            check_device(generation, worker.number, place.device, policy.places)
-            self._states[worker.number] = GeneratorState(place)
+            places = worker.run("report_places")
+            for place in places:
+                check_device(generation, worker.number, place.device, policy.places)
+            self._states[worker.number] = GeneratorState(places)
 
         self.pool = WorkerPool(
             ENGINES[generation.engine],
@@ -173,6 +174,12 @@ class SeparateGenerator:
             self._run_refit(version, self.pool.workers)
         self._policy.update_weights(version)
         self.policy_version = self._refitted = version
+
+    def release_memory(self) -> None:
+        """Let the replicas sleep, if `policy.generation.sleep` is set; see `GenerationInterface`."""
+        if self._sleeps:
+            running = [worker for worker in self.pool.workers if worker.loss is None]
+            self.pool.each(lambda worker: worker.run("release_memory"), running)
 
     def recover(self) -> None:
         """Restart lost generators and bring them to the version of the last refit.
@@ -267,7 +274,10 @@ def generator_hostings(config: GenerationConfig) -> list[Hosting]:
     if config.placement == "policy":
         return []
     total, setting = config.num_workers, "policy.generation.num_workers"
-    return [Hosting(first_number=number, pool_size=total, size_setting=setting) for number in range(total)]
+    ranks = config.ranks_per_replica
+    return [
+        Hosting(first_number=number, pool_size=total, size_setting=setting, num_ranks=ranks) for number in range(total)
+    ]
 
 
 def generator_nodes(config: GenerationConfig, policy_nodes: Sequence[str]) -> NodeChoice | None:

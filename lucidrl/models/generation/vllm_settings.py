@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,22 @@ def check_vllm(config: PolicyConfig) -> None:
         raise ConfigError("\n".join(unknown_key([name], paths, "policy.generation.vllm.") for name in unknown))
 
 
+def check_tensor_parallel_size(size: int, model_config: Any) -> None:
+    """Refuse a tensor parallel size that would split an attention head; `model_config` is that of transformers."""
+    text = model_config.get_text_config()
+    heads = text.num_attention_heads
+    shared = getattr(text, "num_key_value_heads", None) or heads
+    for name, count, fits in (
+        ("num_attention_heads", heads, heads % size == 0),
+        ("num_key_value_heads", shared, shared % size == 0 or size % shared == 0),  # vLLM copies heads to more ranks
+    ):
+        if not fits:
+            raise ConfigError(
+                f"policy.generation.vllm.tensor_parallel_size={size} does not divide the model's {name}={count}; set "
+                "a size that divides its attention heads, or raise policy.generation.num_workers instead"
+            )
+
+
 def _installed_version() -> str:
     for package in _PACKAGES:
         try:
@@ -78,7 +94,7 @@ def _names_of_arguments() -> list[str]:
     return [field.id for field in fields if isinstance(field, ast.Name) and not field.id.startswith("_")]
 
 
-def engine_arguments(config: PolicyConfig, folder: str, context: int, gpu: int | None) -> dict[str, Any]:
+def engine_arguments(config: PolicyConfig, folder: str, context: int, gpus: Sequence[int] | None) -> dict[str, Any]:
     """Arguments of `EngineArgs`: those that our settings determine, defaults for CPUs, and the user's."""
     given: Mapping[str, Any] = config.generation.vllm
     arguments = {
@@ -93,8 +109,12 @@ def engine_arguments(config: PolicyConfig, folder: str, context: int, gpu: int |
     }
     if context < _NO_LIMIT:
         arguments["max_model_len"] = context
-    if gpu is not None:
-        return {**arguments, "device_ids": [gpu], **given}
+    if config.generation.ranks_per_replica > 1:
+        arguments["distributed_executor_backend"] = "mp"
+    if gpus is not None:
+        if config.generation.sleep:
+            arguments["enable_sleep_mode"] = True
+        return {**arguments, "device_ids": list(gpus), **given}
     if given.get("enable_chunked_prefill"):
         raise ConfigError(
             "policy.generation.vllm.enable_chunked_prefill=true: vLLM cannot split the prompt of a seeded row on a "

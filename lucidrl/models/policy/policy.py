@@ -208,6 +208,10 @@ class Policy:
         output["policy_versions"] = torch.full_like(output["generation_lengths"], self.policy_version)
         return output
 
+    def release_memory(self) -> None:
+        """Drop the cached keys and values of all ranks."""
+        self.group.run_all("generator.release_memory")
+
     def check(self) -> None:
         """Raise WorkerError if a worker has exited; for long waits between calls."""
         self.group.check()

@@ -153,7 +153,7 @@ class PolicyWorker(Recorded, ABC):
         self.offload.check_weights("train")
         rate = self.optimizer.learning_rate if self.optimizer is not None else 0.0
         step = partial(self.training.step, loss_fn=loss_fn, optimizer=optimizer, mbs=mbs)
-        self.generator.forget()
+        self.generator.release_memory()
         with span("train"):
             results = list(map(step, self.row_plans.global_batches(data, gbs)))
             if optimizer is not None:
@@ -194,7 +194,7 @@ class PolicyWorker(Recorded, ABC):
 
     def load_checkpoint(self, weights_path: str, optimizer_path: str | None = None) -> None:
         """Load folders of `save_checkpoint`, or any Hugging Face weights; verify all files before the first change."""
-        self.generator.forget()
+        self.generator.release_memory()
         self.checkpoints.load(weights_path, optimizer_path, verify=True)
 
     def state_dict(self) -> dict[str, Any]:

@@ -17,12 +17,17 @@ from lucidrl.models.logprobs import LogprobModel
 
 
 class RecordingGenerator(BuiltinGenerator):
-    """Records its inputs and outputs."""
+    """Records its inputs and outputs, and the order of its calls."""
 
     def generate(self, data, greedy=False):
         output = super().generate(data, greedy)
         self.record = [*getattr(self, "record", []), (data, output)]
+        self.order = [*getattr(self, "order", []), "generate"]
         return output
+
+    def release_memory(self):
+        super().release_memory()
+        self.order = [*getattr(self, "order", []), "release"]
 
 
 @pytest.fixture(scope="session")

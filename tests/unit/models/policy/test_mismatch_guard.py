@@ -51,14 +51,15 @@ class GuardedSteps:
         self.guard = StepGuard(policy, config, generator.guard)
         self.version = 0
 
-    def step(self, fault: str = "", *, is_repeated: bool = False) -> list[str]:
+    def step(self, fault: str = "", *, is_repeated: bool = False, **where: int) -> list[str]:
         """Change the weights, refit, sample and check; return what was found.
 
         Args:
             is_repeated: the guard remembers its last warning.
+            where: passed on to `inject` of the generators.
         """
         for worker in self.generator.pool.workers:
-            worker.run("inject", fault)
+            worker.run("inject", fault, *where.values())
         self._caplog.clear()
         if not is_repeated:
             self.guard._last = None
