@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from lucidrl.models.generation.pages import key_dtype
 from lucidrl.models.loading import DTYPES, ModelFacts
 from lucidrl.models.policy.config import MUON
 from lucidrl.recipes.configs import ExampleRunConfig, RolloutRunConfig
 from lucidrl.recipes.preference_configs import DPORunConfig
+from lucidrl.utils.device import default_device
 
 GIB = 2**30
 
@@ -43,7 +45,8 @@ def estimate_memory_gib(
         rows = min(config.rows_per_step, policy.generation.max_concurrent_rows)
         cached = rows * num_sampled + config.collector.prompts_per_step * longest
         cached = min(cached, policy.generation.cache_tokens or cached)
-        size_bytes["key-value cache"] = cached * facts.kv_elements_per_token * width
+        key_width = key_dtype(DTYPES[policy.precision], default_device()).itemsize
+        size_bytes["key-value cache"] = cached * facts.kv_elements_per_token * (key_width + width) // 2
         if config.update.needs_reference and num_trained is None:  # with LoRA it is the frozen model
             size_bytes["reference weights"] = parameters * width
         if policy.generation.placement == "separate":

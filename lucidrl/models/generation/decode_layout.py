@@ -1,7 +1,8 @@
 """The layout of a decoding step: one new token per row.
 
-A step attends to each page of the cache apart, with the queries of all rows that have the page, and merges the results
-of a row's pages: one product serves all rows, whatever their lengths, and reads a shared prefix once.
+A step computes attention for each page of the cache separately, with the queries of all rows that have the page. Then
+it merges the results of each row's pages. One product serves all rows, whatever their lengths, and reads a shared prefix
+once.
 
 Shapes: B rows, S sequences, X pages, C columns of a page, G most rows per sequence, M most pages per sequence,
 Hq/Hkv heads, Q query heads per key head, D head size.
@@ -48,9 +49,9 @@ class DecodeLayout:
         self._prefixes = _Pages(list(number_of), prefix_of_B, starts, self.position_B, device)
 
     def advance(self, rows: Sequence[CachedRow]) -> bool:
-        """Become the layout of the next token, if these are the same rows in the same pages; return whether it did.
+        """Become the layout of the next token of the same rows; return False if they, or their pages, have changed.
 
-        A row may only have changed by tokens that are counted as cached.
+        Callers drop the layout if keys and values of the rows are computed again.
         """
         size = self._own_pool.page_size
         is_same = (
@@ -81,7 +82,7 @@ class DecodeLayout:
         num_heads = call.key.shape[1]
         self._own_pool.write(call.layer, self._new_cells_B, call.key[:, :, 0], call.value[:, :, 0])
         query = call.query.reshape(num_rows, num_heads, num_query_heads // num_heads, size)
-        query = query.to(key_dtype(query))
+        query = query.to(key_dtype(query.dtype, query.device))
         own, own_scale = self._own.attend(call, query)
         prefix, prefix_scale = self._prefixes.attend(call, query)
         output = torch.lerp(prefix, own, torch.sigmoid(own_scale - prefix_scale).unsqueeze(-1))
@@ -137,7 +138,8 @@ class _Pages:
         cell_BM = page_BM.clip(0) * self._row_XG.shape[1] + cell_B[:, None]
         self._item = self._index(cell_BM.ravel(), self._row_XG.size)
         """Index of the cell of each page of each row, [B * M]; None for all cells in order."""
-        self._no_item_BM = page_BM < 0
+        self._has_no_item = torch.from_numpy(page_BM < 0).to(device)[..., None, None]
+        """[B, M, 1, 1], True where a row has fewer than M pages."""
         self._num_columns = 0
         """Columns that are computed."""
         self._masks: dict[tuple[int | None, torch.Size, torch.dtype], torch.Tensor] = {}
@@ -147,8 +149,8 @@ class _Pages:
 
     @property
     def are_in_place(self) -> bool:
-        """Whether the pool has moved no page."""
-        return self._pool.num_moves == self._num_moves
+        """Whether the pool has neither moved pages nor removed some of those that are computed."""
+        return self._pool.num_moves == self._num_moves and self._pool.num_allocated >= len(self._row_XG)
 
     def advance(self, position_B: np.ndarray, are_filled: bool) -> None:
         """Note the positions of the new tokens.
@@ -182,7 +184,7 @@ class _Pages:
             output, scale = output.index_select(0, self._item), scale.index_select(0, self._item)
         if self._items_shape[1] == 1:
             return output, scale
-        scale = scale.unflatten(0, self._items_shape) + self._no_item(scale.dtype)
+        scale = scale.unflatten(0, self._items_shape).masked_fill(self._has_no_item, _no_weight(scale.dtype))
         weights, total = _normalized(scale, dim=1)
         parts = output.unflatten(0, self._items_shape) * weights.unsqueeze(-1)
         return parts.sum(dim=1), total
@@ -210,12 +212,9 @@ class _Pages:
                 visible_XGC = visible_XGC & (position_XGC > (self._position_B[self._row_XG] - window)[..., None])
                 visible_XGC = visible_XGC.repeat(num_queries, axis=1)
             hidden = torch.from_numpy(~visible_XGC).to(self._device)[:, None].expand(-1, queries.shape[1], -1, -1)
-            self._masks[key] = _hiding(hidden.flatten(0, 1), queries.dtype)
+            mask = torch.zeros(hidden.flatten(0, 1).shape, dtype=queries.dtype, device=self._device)
+            self._masks[key] = mask.masked_fill_(hidden.flatten(0, 1), _no_weight(queries.dtype))
         return self._masks[key]
-
-    def _no_item(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return what to add to the scales [B, M, Hkv, Q] of a row's pages, of which some do not exist."""
-        return _hiding(torch.from_numpy(self._no_item_BM).to(self._device), dtype)[..., None, None]
 
     def _index(self, index: np.ndarray, size: int) -> torch.Tensor | None:
         """Return the index on the device; None if it selects all of `size` items in order."""
@@ -252,10 +251,10 @@ def _normalized(scores: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Ten
     return weights, scores.amax(dim=dim) - torch.log(weights.amax(dim=dim))
 
 
-def _hiding(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return what to add to scores, so that these have no weight. It is finite: where all are hidden, results are
-    finite too, and get no weight in turn."""
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, torch.finfo(dtype).min / 4)
+def _no_weight(dtype: torch.dtype) -> float:
+    """Return a score without weight. It is finite: where no key is visible, results are finite too, and get no weight
+    in turn."""
+    return torch.finfo(dtype).min / 4
 
 
 def _counted_up(counts: np.ndarray) -> np.ndarray:

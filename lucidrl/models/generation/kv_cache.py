@@ -1,4 +1,4 @@
-"""Key-value cache: the layouts that fill it with prompts; `decode_layout` adds a token per row.
+"""Key-value cache: the layouts that fill it with prompts. `decode_layout.py` has the layout of a decoding step.
 
 A row consists of a prefix, whose keys and values rows with the same prompt share, and of tokens after it. Both are in
 pages. The place of a key says nothing about its position: the position is in its rotary embedding.

@@ -21,10 +21,13 @@ Stored = tuple[torch.Tensor, torch.Tensor]
 """Keys and values."""
 
 
-def key_dtype(keys: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which the cache stores keys. On a CPU, it is at least float32: the scores of half-precision
-    products would be rounded to half precision there."""
-    return torch.promote_types(keys.dtype, torch.float32) if keys.device.type == "cpu" else keys.dtype
+def key_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype in which the cache stores keys.
+
+    On a CPU, it is at least float32, so that scores are not rounded to half precision. On a GPU they are, because
+    storing float32 there would take more of the memory that limits the number of rows.
+    """
+    return torch.promote_types(dtype, torch.float32) if device.type == "cpu" else dtype
 
 
 class Cells:
@@ -132,7 +135,7 @@ class PagePool:
             # Zeros, since 0 (an attention weight) times uninitialized memory may be NaN.
             keys_X, values_X = (
                 new.new_zeros(self.num_allocated, new.shape[1], self.page_size, new.shape[2], dtype=dtype)
-                for new, dtype in ((keys, key_dtype(keys)), (values, values.dtype))
+                for new, dtype in ((keys, key_dtype(keys.dtype, keys.device)), (values, values.dtype))
             )
             self._stored[layer] = keys_X, values_X
         lines = cells.lines(keys.shape[1])

@@ -362,3 +362,20 @@ def test_held_rows_outlive_new_weights_only_if_the_cache_is_kept(engine_of, call
     calls.clear()
     complete(engine, [request_of(1, [*PROMPTS[0], *first, 9])])
     assert [count for kind, count in calls if kind == "prefill"] == [2 if is_reused else len(PROMPTS[0]) + 20 + 1]
+
+
+def test_running_rows_go_on_when_the_cache_gives_pages_of_held_rows_to_a_new_prompt(engine_of):
+    """The held rows have the last pages of their pool, which becomes smaller."""
+    engine = engine_of(cache_tokens=5 * PAGE, max_new_tokens=PAGE)
+    held = [request_of(number, [5, 6, 7], 5, may_continue=True) for number in (1, 2, 3)]
+    requests = [request_of(0, [5, 6, 7], 60), *held, request_of(4, [*range(90)], 3)]
+    expected = complete(engine_of(max_new_tokens=PAGE), requests)
+    engine.submit(requests[:4])
+    found = {completion.request_id: completion for _ in range(8) for completion in engine.step()}
+    allocated = engine.num_cached_tokens
+    engine.submit(requests[4:])
+    found |= finish(engine)
+    assert allocated <= 5 * PAGE
+    assert {name: one.token_ids.tolist() for name, one in found.items()} == {
+        name: one.token_ids.tolist() for name, one in expected.items()
+    }

@@ -149,6 +149,19 @@ def test_more_columns_are_computed_as_pages_fill(monkeypatch):
     assert cache.num_layouts == 1
 
 
+def test_half_precision_decoding_on_a_cpu_does_not_round_scores():
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (4 * torch.randn(3, 1, 64, 40, 16, generator=generator)).to(torch.bfloat16)
+    row = CachedRow(PagedTokens(PagePool(64)), PagedTokens(PagePool(64)))
+    parts = slice(0, 39), slice(39, 40)
+    first, last = (call_of(*(tensor[:, :, part] for tensor in (query, key, value))) for part in parts)
+    PrefillBatch.of([Chunk(np.zeros(39, np.int64), row.prefix)], CPU).layout.attend(first)
+    output = DecodeLayout([row], CPU).attend(last)[0, 0]
+    expected = causal_attention(call_of(query.float(), key.float(), value.float()))[0, :, -1]
+    # The weights of values are rounded, which changes outputs by 0.04; rounded scores change them by 0.57.
+    torch.testing.assert_close(output.float(), expected, rtol=0, atol=0.1)
+
+
 def test_rows_of_a_prompt_share_its_pages():
     cache = Cache(4, 4)
     cache.prefill([0, 1, 2])
