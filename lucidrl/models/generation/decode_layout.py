@@ -1,8 +1,8 @@
 """The layout of a decoding step: one new token per row.
 
 A step computes attention for each page of the cache separately, with the queries of all rows that have the page. Then
-it merges the results of each row's pages. One product serves all rows, whatever their lengths, and reads a shared prefix
-once.
+it merges the results of the pages of each row. One product serves all rows, whatever their lengths, and reads a shared
+prefix once.
 
 Shapes: B rows, S sequences, X pages, C columns of a page, G most rows per sequence, M most pages per sequence,
 Hq/Hkv heads, Q query heads per key head, D head size.
