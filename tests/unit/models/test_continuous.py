@@ -14,6 +14,7 @@ from lucidrl.distributed.batched_data_dict import BatchedDataDict
 from lucidrl.errors import WorkerError
 from lucidrl.models.generation.continuous import ContinuousGenerator
 from lucidrl.models.generation.interfaces import Completion
+from lucidrl.models.generation.replica import Replica
 
 
 def _sleep_and_complete_nothing() -> list[Completion]:
@@ -44,3 +45,30 @@ def test_a_replica_that_completes_nothing_is_an_error():
     with pytest.raises(WorkerError, match=r"have completed no prompt for \d+ s, and 2 of 2 are open; look into logs"):
         generator.generate(rows)
     generator.close()
+
+
+class IdleReplicas(EndlessReplicas):
+    """One replica without a request; records its calls, which must be methods of a replica."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+        self.workers = [SimpleNamespace(number=0, loss=None, run=self._run)]
+
+    def each(self, work: Any, workers: Any) -> list[Any]:
+        return [work(worker) for worker in workers]
+
+    def update_weights(self, version: int) -> None:
+        self.calls.append("refit")
+
+    def _run(self, method: str, **options: Any) -> None:
+        assert callable(getattr(Replica, method)), method
+        self.calls.append(method)
+
+
+def test_an_idle_replica_must_answer_before_a_refit():
+    replicas = IdleReplicas()
+    times: dict[str, float] = {"step_timeout_s": 9, "first_timeout_s": 9, "stall_timeout_s": 9}
+    generator = ContinuousGenerator(replicas, pad_id=0, **times)  # type: ignore[arg-type]
+    generator.update_weights(1)
+    assert replicas.calls == ["report_places", "refit"]
