@@ -24,7 +24,7 @@ from lucidrl.models.generation.interfaces import (
     GenerationRequest,
 )
 from lucidrl.models.generation.sampling import prompts_of, with_draw_keys
-from lucidrl.models.generation.separate import FIRST_STEP, STEP, SeparateGenerator
+from lucidrl.models.generation.separate import FIRST_STEP, LIVENESS, STEP, SeparateGenerator
 from lucidrl.models.generation.synchronous import output_of, requests_of
 
 SLICE_S = 0.05
@@ -247,7 +247,7 @@ class ContinuousGenerator:
         with self._lock:
             idle = [w for w in self._replicas.pool.workers if w.loss is None and not self._states[w.number].is_running]
         timeout_s = self._timeouts_s[STEP]
-        self._replicas.pool.each(lambda worker: worker.run("report_places", timeout_s=timeout_s, phase=STEP), idle)
+        self._replicas.pool.each(lambda worker: worker.run("report_places", timeout_s=timeout_s, phase=LIVENESS), idle)
 
     def _note_loss(self, worker: PoolWorker) -> None:
         """Report the requests of a lost replica as lost."""

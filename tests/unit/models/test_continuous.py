@@ -61,9 +61,9 @@ class IdleReplicas(EndlessReplicas):
     def update_weights(self, version: int) -> None:
         self.calls.append("refit")
 
-    def _run(self, method: str, **options: Any) -> None:
+    def _run(self, method: str, *, timeout_s: float, phase: str) -> None:
         assert callable(getattr(Replica, method)), method
-        self.calls.append(method)
+        self.calls.append(phase)
 
 
 def test_an_idle_replica_must_answer_before_a_refit():
@@ -71,4 +71,4 @@ def test_an_idle_replica_must_answer_before_a_refit():
     times: dict[str, float] = {"step_timeout_s": 9, "first_timeout_s": 9, "stall_timeout_s": 9}
     generator = ContinuousGenerator(replicas, pad_id=0, **times)  # type: ignore[arg-type]
     generator.update_weights(1)
-    assert replicas.calls == ["report_places", "refit"]
+    assert replicas.calls == ["a liveness check", "refit"]
