@@ -259,5 +259,5 @@ class ContinuousGenerator:
                 lost, self._states[worker.number] = self._states[worker.number].open, _Replica()
             for done in lost.values():
                 done(None)
-        except BaseException as error:  # some callers are threads without a caller
+        except Exception as error:  # not Ctrl-C: the driver may call this; other threads have no caller
             self.on_failure(error)

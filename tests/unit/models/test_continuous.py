@@ -30,6 +30,7 @@ class EndlessReplicas:
     def __init__(self) -> None:
         self.pool = self
         self.workers = [SimpleNamespace(number=0, loss=None)]
+        self.on_loss: Any = None
         self._thread = ThreadPoolExecutor(1)
 
     def submit(self, *args: Any, **options: Any) -> Future[Any]:
@@ -72,3 +73,24 @@ def test_an_idle_replica_must_answer_before_a_refit():
     generator = ContinuousGenerator(replicas, pad_id=0, **times)  # type: ignore[arg-type]
     generator.update_weights(1)
     assert replicas.calls == ["a liveness check", "refit"]
+
+
+def test_ctrl_c_while_a_loss_is_reported_ends_the_call_and_is_no_failure_of_the_generator():
+    replicas, failures = EndlessReplicas(), []
+    times: dict[str, float] = {"step_timeout_s": 9, "first_timeout_s": 9, "stall_timeout_s": 9}
+    generator = ContinuousGenerator(replicas, pad_id=0, **times)  # type: ignore[arg-type]
+    generator.on_failure = failures.append
+
+    def raising(error: BaseException) -> Any:
+        def on_lost(number: int) -> None:
+            raise error
+
+        return on_lost
+
+    generator.on_lost = raising(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        replicas.on_loss(replicas.workers[0])
+    assert failures == []
+    generator.on_lost = raising(problem := RuntimeError("a bug"))
+    replicas.on_loss(replicas.workers[0])
+    assert failures == [problem]
