@@ -100,6 +100,8 @@ class GroupsInFlight:
         """
         self._start()
         started = checked = time.monotonic()
+        with self._changed:
+            self._last_progress = started  # full queues made none while the policy trained, validated and saved
         with span("idle"):
             while (taken := self._try_take()) is None:
                 if time.monotonic() - checked >= _CHECK_S:
@@ -174,7 +176,7 @@ class GroupsInFlight:
         with self._changed:
             if self._is_started:
                 return
-            self._is_started, self._last_progress = True, time.monotonic()
+            self._is_started = True
         self._scoring.start()
 
     def _try_take(self) -> tuple[list[list[Sample]], dict[str, float]] | None:
