@@ -185,15 +185,17 @@ class SeparateGenerator:
             running = [worker for worker in self.pool.workers if worker.loss is None]
             self.pool.each(lambda worker: worker.run("release_memory"), running)
 
-    def recover(self) -> None:
-        """Restart lost generators and bring them to the version of the last refit.
+    def recover(self) -> bool:
+        """Restart lost generators and bring them to the version of the last refit; return whether any needed it.
 
         Raises:
             WorkerError: a rank of the policy exited, or a generator exceeded `max_restarts`.
         """
         self._policy.check()
-        if self.pool.lost or self._behind:
+        is_needed = bool(self.pool.lost or self._behind)
+        if is_needed:
             self._ensure_current()
+        return is_needed
 
     def start_gpu_profiling(self) -> None:
         """Start recording on the requested generators; see `lucidrl.utils.nsys`."""

@@ -23,6 +23,7 @@ from lucidrl.models.embedded import embedded_tokenizer
 from lucidrl.models.generation.interfaces import Completion
 
 STALL_TIMEOUT_S, LONGER_S = 60.0, 1000.0
+TIMEOUTS = ("cluster.call_timeout_s", "policy.generation.step_timeout_s", "cluster.start_timeout_s", "env.timeout_s")
 
 
 @dataclass
@@ -68,7 +69,8 @@ class GatedGenerator:
         ones = torch.ones(2)
         done(Completion(request.request_id, ones.long(), -ones, 0 * ones.long(), False))
 
-    def recover(self) -> None: ...
+    def recover(self) -> bool:
+        return False
 
     def take_idle_s(self) -> list[float]:
         return [0.0]
@@ -124,5 +126,26 @@ def test_a_step_after_a_long_pause_takes_the_groups_that_are_ready(groups, gener
 
 def test_a_step_that_waits_without_progress_is_an_error(groups, clock):
     clock.tick_s = 1.0
-    with pytest.raises(WorkerError, match=r"step 1 has waited for 6\d s without any progress: sample 0 of group 0"):
+    waited = r"step 1 has waited for 6\d s without any progress: sample 0 of group 0"
+    with pytest.raises(WorkerError, match=waited) as raised:
         groups.take()
+    for setting in TIMEOUTS:
+        assert setting in str(raised.value)
+
+
+def test_a_restart_of_a_generator_is_progress_even_if_it_was_slow(groups, generator, clock, monkeypatch):
+    num_calls = 0
+
+    def recover() -> bool:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 1:
+            clock.now += LONGER_S
+        else:
+            generator.gate.set()
+        return num_calls == 1
+
+    monkeypatch.setattr(generator, "recover", recover)
+    clock.tick_s = 0.02
+    groups.take()
+    assert num_calls >= 2
