@@ -30,7 +30,7 @@ from lucidrl.data.stream import Dataset
 from lucidrl.envs.text.interfaces import EnvReply
 from lucidrl.envs.text.runner import EnvRunner
 from lucidrl.errors import CheckpointError, EnvironmentFailure, WorkerError
-from lucidrl.models.generation.continuous import ContinuousGenerator
+from lucidrl.models.generation.continuous import STALL_TIMEOUT, ContinuousGenerator
 from lucidrl.models.generation.interfaces import Completion, GenerationRequest
 from lucidrl.models.generation.sampling import draw_key
 from lucidrl.profiling.spans import recorder, span
@@ -54,7 +54,7 @@ class GroupsInFlight:
         turns: extends samples; this class uses a copy of its tokenizer, which other threads must not share.
         rules: the settings.
         num_env_calls: most calls of the environment at a time.
-        stall_timeout_s: raise if nothing happens for this long while a step waits.
+        stall_timeout_s: raise if a step waits this long without a completion, a step result, a loss or a restart.
     """
 
     def __init__(
@@ -100,10 +100,12 @@ class GroupsInFlight:
         """
         self._start()
         started = checked = time.monotonic()
+        self._note_progress()  # full queues made none while the policy trained, validated and saved
         with span("idle"):
             while (taken := self._try_take()) is None:
                 if time.monotonic() - checked >= _CHECK_S:
-                    self._generator.recover()
+                    if self._generator.recover():
+                        self._note_progress()
                     checked = time.monotonic()
         groups, lengths = taken
         return groups, {**lengths, **self._metrics(time.monotonic() - started)}
@@ -174,8 +176,12 @@ class GroupsInFlight:
         with self._changed:
             if self._is_started:
                 return
-            self._is_started, self._last_progress = True, time.monotonic()
+            self._is_started = True
         self._scoring.start()
+
+    def _note_progress(self) -> None:
+        with self._changed:
+            self._last_progress = time.monotonic()
 
     def _try_take(self) -> tuple[list[list[Sample]], dict[str, float]] | None:
         """Return the groups of the next step; None if they are not ready after a moment."""
@@ -209,7 +215,8 @@ class GroupsInFlight:
         if (waited_s := time.monotonic() - self._last_progress) > self._stall_timeout_s:
             raise WorkerError(
                 f"step {self.scheduler.step} has waited for {waited_s:.0f} s without any progress: "
-                f"{self.scheduler.longest()}; look into the logs of that worker, or raise cluster.call_timeout_s"
+                f"{self.scheduler.longest()}; look into the logs of that worker, or raise the timeout, which is "
+                f"{STALL_TIMEOUT} + env.timeout_s"
             )
 
     # The lock is held in all methods of this part.

@@ -104,6 +104,12 @@ def _if(schema: type, condition: Callable[[Any], bool], reason: str) -> Reason:
     return lambda config: reason if isinstance(config, schema) and condition(config) else None
 
 
+def _if_synchronous(config: Any) -> str | None:
+    if not isinstance(config, RolloutRunConfig) or config.update.async_.max_staleness > 0:
+        return None
+    return f"the run is synchronous; set {config.algorithm}.async.max_staleness=1"
+
+
 _UNUSED: list[tuple[tuple[str, ...], Reason]] = [
     (
         ("grpo.loss.clip_low", "grpo.loss.clip_high", "grpo.loss.dual_clip"),
@@ -157,11 +163,7 @@ _UNUSED: list[tuple[tuple[str, ...], Reason]] = [
             *(f"{algorithm}.async.stale_samples" for algorithm in ("grpo", "distill")),
             *(f"{algorithm}.async.group_fraction" for algorithm in ("grpo", "distill")),
         ),
-        _if(
-            RolloutRunConfig,
-            lambda config: config.update.async_.max_staleness == 0,
-            "the run is synchronous; set async.max_staleness of the algorithm to 1",
-        ),
+        _if_synchronous,
     ),
     (
         ("distill.top_k",),

@@ -28,7 +28,7 @@ from lucidrl.distributed.workers.ray_cluster import connected
 from lucidrl.envs.text.runner import EnvRunner
 from lucidrl.errors import ConfigError
 from lucidrl.losses.nll import NLLLoss
-from lucidrl.models.generation.continuous import ContinuousGenerator
+from lucidrl.models.generation.continuous import ContinuousGenerator, stall_timeout_s
 from lucidrl.models.generation.interfaces import GenerationInterface
 from lucidrl.models.generation.refit_guard import RefitGuard
 from lucidrl.models.generation.separate import SeparateGenerator
@@ -169,15 +169,9 @@ class TextRun(TrainingRun[C]):
             Turns(self._inputs.chat_tokenizer, self._inputs.context_length, config.max_turns),
             rules,
             num_env_calls=env.max_concurrency,
-            stall_timeout_s=self._stall_timeout_s + env.timeout_s,
+            stall_timeout_s=stall_timeout_s(generation, self.config.cluster) + env.timeout_s,
             seed=self.config.seed,
         )
-
-    @property
-    def _stall_timeout_s(self) -> float:
-        """Longest time without a completion, even if a generator is restarted meanwhile."""
-        generation, cluster = self.config.policy.generation, self.config.cluster
-        return max(cluster.call_timeout_s, generation.step_timeout_s) + cluster.start_timeout_s
 
     def _prompt_validator(self, collector: TextCollector) -> PromptValidator | None:
         """Make the validator on held-out prompts; None if there are none."""
@@ -208,7 +202,7 @@ class TextRun(TrainingRun[C]):
                 config.seed,
                 step_timeout_s=generation.step_timeout_s,
                 first_timeout_s=config.cluster.start_timeout_s,
-                stall_timeout_s=self._stall_timeout_s,
+                stall_timeout_s=stall_timeout_s(generation, config.cluster),
             )
         return generator
 

@@ -149,6 +149,7 @@ def test_a_generator_that_hangs_without_a_request_is_noticed_before_the_refit(tm
     records = run(tmp_path / "run", "policy.generation.num_workers=1")
     assert not is_running(stopped[0])
     assert sum(record["train/replaced_generators"] for record in records) >= 1
-    assert "did not finish a decoding step within 3 s" in caplog.text
+    assert "did not finish a liveness check within 3 s" in caplog.text
+    assert "raise policy.generation.step_timeout_s" in caplog.text
     check_prompts(tmp_path / "run")
     assert max(staleness) <= 1

@@ -15,8 +15,10 @@ from functools import partial
 from typing import Any
 
 from lucidrl.distributed.batched_data_dict import BatchedDataDict
+from lucidrl.distributed.config import ClusterConfig
 from lucidrl.distributed.workers.pool import PoolWorker
 from lucidrl.errors import LostWorkerError, WorkerError
+from lucidrl.models.generation.config import GenerationConfig
 from lucidrl.models.generation.interfaces import (
     Completion,
     GenerationDatumSpec,
@@ -24,7 +26,7 @@ from lucidrl.models.generation.interfaces import (
     GenerationRequest,
 )
 from lucidrl.models.generation.sampling import prompts_of, with_draw_keys
-from lucidrl.models.generation.separate import FIRST_STEP, STEP, SeparateGenerator
+from lucidrl.models.generation.separate import FIRST_STEP, LIVENESS, STEP, SeparateGenerator
 from lucidrl.models.generation.synchronous import output_of, requests_of
 
 SLICE_S = 0.05
@@ -32,6 +34,9 @@ SLICE_S = 0.05
 at least one decoding step."""
 _CHECK_S = 1.0
 """Time between two looks for lost replicas."""
+
+STALL_TIMEOUT = "max(cluster.call_timeout_s, policy.generation.step_timeout_s) + cluster.start_timeout_s"
+"""How errors name the settings of `stall_timeout_s`."""
 
 Done = Callable[[Completion | None], None]
 """Called with the completion, or with None if the replica was lost; in the thread of the replica's worker."""
@@ -65,7 +70,7 @@ class ContinuousGenerator:
         seed: seed of the sampling of rows without `draw_keys`.
         step_timeout_s: a replica whose slice takes longer is lost.
         first_timeout_s: the same for the first slice of a process, in which engines compile.
-        stall_timeout_s: `generate` raises if it waits this long without a completion.
+        stall_timeout_s: `generate` raises if it waits this long without a completion or a restart.
 
     Attributes:
         on_lost: called with the number of a lost replica, before its requests are reported as lost; perhaps repeatedly.
@@ -135,13 +140,13 @@ class ContinuousGenerator:
                 state.idle_s = 0.0
         return taken
 
-    def recover(self) -> None:
-        """Restart lost replicas and bring them to the current version.
+    def recover(self) -> bool:
+        """Restart lost replicas and bring them to the current version; return whether any needed it.
 
         Raises:
             WorkerError: a rank of the policy exited, or a replica exceeded `max_restarts`.
         """
-        self._replicas.recover()
+        return self._replicas.recover()
 
     def update_weights(self, version: int) -> None:
         """Refit all replicas while they generate; see `SeparateGenerator.update_weights`."""
@@ -180,8 +185,10 @@ class ContinuousGenerator:
                 waiting.notify_all()
 
         while len(found) < len(requests):
-            self.recover()
+            is_recovered = self.recover()
             with waiting:
+                if is_recovered:
+                    last_progress = time.monotonic()
                 rows, live = list(lost), self.live()
                 if live:
                     lost.clear()
@@ -193,7 +200,7 @@ class ContinuousGenerator:
             if num_open and waited_s > self._stall_timeout_s:
                 raise WorkerError(
                     f"the generators have completed no prompt for {waited_s:.0f} s, and {num_open} of {len(requests)} "
-                    "are open; look into logs/generation, or raise cluster.call_timeout_s"
+                    f"are open; look into logs/generation, or raise the timeout, which is {STALL_TIMEOUT}"
                 )
         return output_of(requests, found, self._pad_id)
 
@@ -247,7 +254,7 @@ class ContinuousGenerator:
         with self._lock:
             idle = [w for w in self._replicas.pool.workers if w.loss is None and not self._states[w.number].is_running]
         timeout_s = self._timeouts_s[STEP]
-        self._replicas.pool.each(lambda worker: worker.run("report_place", timeout_s=timeout_s, phase=STEP), idle)
+        self._replicas.pool.each(lambda worker: worker.run("report_places", timeout_s=timeout_s, phase=LIVENESS), idle)
 
     def _note_loss(self, worker: PoolWorker) -> None:
         """Report the requests of a lost replica as lost."""
@@ -259,5 +266,14 @@ class ContinuousGenerator:
                 lost, self._states[worker.number] = self._states[worker.number].open, _Replica()
             for done in lost.values():
                 done(None)
-        except BaseException as error:  # some callers are threads without a caller
+        except Exception as error:  # not Ctrl-C: the driver may call this; other threads have no caller
             self.on_failure(error)
+
+
+def stall_timeout_s(generation: GenerationConfig, cluster: ClusterConfig) -> float:
+    """Return how long to wait for the next completion, from the last completion or restart of any replica.
+
+    As in synchronous training, a completion may take `call_timeout_s`; a process may compile before. A slice that hangs
+    is noticed earlier.
+    """
+    return max(cluster.call_timeout_s, generation.step_timeout_s) + cluster.start_timeout_s

@@ -31,7 +31,7 @@ from lucidrl.utils.nsys import GENERATION
 
 ENGINES: dict[str, type[Replica]] = {"builtin": GenerationWorker, "vllm": VllmWorker}
 """`policy.generation.engine` → the worker of a replica."""
-FIRST_STEP, STEP = "its first decoding step", "a decoding step"
+FIRST_STEP, STEP, LIVENESS = "its first decoding step", "a decoding step", "a liveness check"
 """How errors name the calls of `ContinuousGenerator`."""
 
 
@@ -81,7 +81,11 @@ class SeparateGenerator:
             name=GENERATION,
             log_dir=log_dir / "generation" if log_dir is not None else None,
             nodes=generator_nodes(generation, [place.node for place in policy.places]),
-            phase_settings={FIRST_STEP: "cluster.start_timeout_s", STEP: "policy.generation.step_timeout_s"},
+            phase_settings={
+                FIRST_STEP: "cluster.start_timeout_s",
+                STEP: "policy.generation.step_timeout_s",
+                LIVENESS: "policy.generation.step_timeout_s",
+            },
             num_ranks=generation.ranks_per_replica,
         )
         self._states: dict[int, GeneratorState] = {}
@@ -181,15 +185,17 @@ class SeparateGenerator:
             running = [worker for worker in self.pool.workers if worker.loss is None]
             self.pool.each(lambda worker: worker.run("release_memory"), running)
 
-    def recover(self) -> None:
-        """Restart lost generators and bring them to the version of the last refit.
+    def recover(self) -> bool:
+        """Restart lost generators and bring them to the version of the last refit; return whether any needed it.
 
         Raises:
             WorkerError: a rank of the policy exited, or a generator exceeded `max_restarts`.
         """
         self._policy.check()
-        if self.pool.lost or self._behind:
+        is_needed = bool(self.pool.lost or self._behind)
+        if is_needed:
             self._ensure_current()
+        return is_needed
 
     def start_gpu_profiling(self) -> None:
         """Start recording on the requested generators; see `lucidrl.utils.nsys`."""

@@ -11,6 +11,8 @@ from typing import Any
 import orjson
 import pytest
 
+from lucidrl.collectors.in_flight import GroupsInFlight
+from lucidrl.models.generation.continuous import ContinuousGenerator
 from lucidrl.recipes.run import train
 from lucidrl.recipes.settings import ALGORITHMS
 from lucidrl.utils.config import load_config
@@ -107,3 +109,22 @@ def run(tmp_path):
         return RunFolder(folder, watcher), train(config, folder, watcher, resume)
 
     return start
+
+
+@pytest.fixture
+def asynchronous_parts(monkeypatch):
+    """Names of the asynchronous parts that runs have made."""
+    made = []
+
+    def note(part):
+        init = part.__init__
+
+        def noted(self, *args, **kwargs):
+            made.append(part.__name__)
+            init(self, *args, **kwargs)
+
+        monkeypatch.setattr(part, "__init__", noted)
+
+    note(ContinuousGenerator)
+    note(GroupsInFlight)
+    return made

@@ -55,8 +55,16 @@ def test_presets_need_no_advice(preset):
         ("grpo", ["grpo.loss.clip_high=0.2"], ["grpo.loss.clip_high=0.2 has no effect"]),
         ("grpo", ["grpo.loss.kl_estimator=k2"], ["grpo.loss.kl_estimator=k2 has no effect", "kl_coefficient is 0"]),
         ("grpo", ["grpo.loss.importance_cap=3"], ["grpo.loss.importance_correction"]),
-        ("grpo", ["grpo.async.stale_samples=drop"], ["grpo.async.stale_samples=drop has no", "run is synchronous"]),
-        ("distill", ["distill.async.group_fraction=0.5"], ["distill.async.group_fraction=0.5 has no effect"]),
+        (
+            "grpo",
+            ["grpo.async.stale_samples=drop"],
+            ["grpo.async.stale_samples=drop has no", "synchronous; set grpo.async.max_staleness=1"],
+        ),
+        (
+            "distill",
+            ["distill.async.group_fraction=0.5"],
+            ["distill.async.group_fraction=0.5 has no effect", "set distill.async.max_staleness=1"],
+        ),
         ("grpo", ["policy.generation.step_timeout_s=9"], ["policy.generation.step_timeout_s=9.0 has no effect"]),
         ("grpo", ["policy.train_micro_batch_size=8"], ["policy.sequence_packing.enabled=false"]),
         ("grpo", ["policy.dynamic_batching.train_mb_tokens=8"], ["policy.dynamic_batching.enabled is false"]),
