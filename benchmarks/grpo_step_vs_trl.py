@@ -12,13 +12,14 @@ TRL's trainer owns its loop, so the steps of Lucid RL run in its callback, in tu
 step is from `on_step_begin` to `on_step_end`, without its data loader and its logging. The time of a Lucid RL step
 covers collect, prepare, train and the weight update.
 
-Known limits, measured on two cores. SmolLM2: 2.76 times TRL's speed (3.9 s, of them 1.5 s generation, and 10.6 s).
-More than half of the generation is matrix products of the weights with 32 rows. Attention over the cache takes a
-fifth; products in bfloat16 would take 0.4 of its time, but they round scores, which training computes in float32. The
-small model: 0.91 times (0.26 s and 0.24 s). Training and reference take as long as in bare PyTorch, 0.13 s, so a
-target of 1.3 leaves 0.05 s for 64 completions of 32 tokens. transformers generates them in 0.085 s with one attention
-call per layer; this engine attends to pages of prompt and completion in two calls and merges them, which takes 0.11 s
-with so few tokens. One pass for softmax and normalizer saves a tenth of that attention.
+Measured on two cores: SmolLM2 3.72 times TRL's speed (3.80 s, of them 1.42 s generation, and 14.2 s); the small model
+1.05 times (0.250 s and 0.264 s), which misses the target of 1.3. Its training and reference take as long as in bare
+PyTorch, 0.13 s, so the target leaves 0.07 s for 64 completions of 32 tokens. They take 0.11 s, of which matrix products
+of the weights take 0.04 s and the other modules of transformers' forward as much. Two approaches: fewer operations per
+decoding step (only the columns in use, an index that is kept from step to step, one pass for softmax and normalizer)
+made generation a tenth faster; `torch.compile` of the decoder layers, with the attention outside of it, made it slower
+(small model 0.190 s instead of 0.165 s, SmolLM2 2.26 s instead of 2.19 s, one thread, dynamic shapes; the first call
+took 15 to 37 s), so there is no setting for it.
 """
 
 from __future__ import annotations
