@@ -182,7 +182,8 @@ class VllmEngine:
         """
         if self._can_sleep and not self._asleep and not self.num_unfinished:
             self.on_ranks("free_copies")
-            self._engine.sleep(level=1)
+            with self._exiting_without_ranks():
+                self._engine.sleep(level=1)
             self._asleep = set(_SLEEPERS)
 
     def shutdown(self) -> None:
@@ -208,7 +209,8 @@ class VllmEngine:
     def _wake(self, *what: str) -> None:
         """Bring some of `_SLEEPERS` back to the GPU, in this order."""
         if tags := [tag for tag in what if tag in self._asleep]:
-            self._engine.wake_up(tags)
+            with self._exiting_without_ranks():
+                self._engine.wake_up(tags)
             self._asleep.difference_update(tags)
 
     def _advance(self) -> list[Completion]:

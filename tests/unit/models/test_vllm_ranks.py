@@ -210,18 +210,42 @@ def test_no_rank_loads_a_version_that_is_incomplete_on_one_of_them(start, stage)
     assert [rank.version for rank in worker.report_weights()] == [2, 2]
 
 
-def test_a_replica_exits_if_one_rank_fails_to_load(start, stage, monkeypatch):
-    worker, engine = start(num_ranks=2)
-    exits: list[int] = []
+@pytest.fixture
+def exits(monkeypatch):
+    """The exit codes with which the process of a replica would have exited."""
+    codes: list[int] = []
 
     def leave(code: int) -> None:
-        exits.append(code)
+        codes.append(code)
         raise SystemExit
 
-    monkeypatch.setattr(vllm_worker.os, "_exit", leave)
-    monkeypatch.setattr(vllm_worker.logging, "shutdown", lambda: None)
+    for module in (vllm, vllm_worker):
+        monkeypatch.setattr(module.os, "_exit", leave)
+        monkeypatch.setattr(module.logging, "shutdown", lambda: None)
+    return codes
+
+
+def test_a_replica_exits_if_one_rank_fails_to_load(start, stage, exits):
+    worker, engine = start(num_ranks=2)
     engine.ranks[1].fails = True
     stage(worker, 1)
     with pytest.raises(SystemExit):
         worker.commit_refit(1)
     assert exits == [LOAD_FAILED]
+
+
+@pytest.mark.parametrize("call", ["sleep", "wake_up"])
+@pytest.mark.parametrize("is_alive", [False, True])
+def test_a_replica_exits_if_it_loses_a_rank_while_it_falls_asleep_or_wakes(start, exits, monkeypatch, call, is_alive):
+    worker, engine = start(num_ranks=2)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Executor failed.")
+
+    if call == "wake_up":
+        worker.release_memory()
+    worker.engine._ranks = [SimpleNamespace(is_alive=lambda: is_alive)]
+    monkeypatch.setattr(engine, call, fail)
+    with pytest.raises(RuntimeError if is_alive else SystemExit):
+        worker.release_memory() if call == "sleep" else generate(worker)
+    assert exits == ([] if is_alive else [vllm._RANK_LOST])
