@@ -148,7 +148,6 @@ class TextCollector:
             if is_stopped():
                 break
             groups += self._run_groups(prompts[start : start + size], samples_per_prompt, num_used, EVALUATION, greedy)
-        self._release_memory()
         self._check_versions([sample for group in groups for sample in group])
         return self._rollouts(groups, extra={})
 

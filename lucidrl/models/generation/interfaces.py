@@ -176,5 +176,5 @@ class GenerationInterface(Protocol):
     ) -> BatchedDataDict[GenerationOutputSpec]: ...
 
     def release_memory(self) -> None:
-        """Free what only generation needs; call this when a step is sampled. The next call takes the memory again."""
+        """Free what only generation needs; call this before training. The next call takes the memory again."""
         ...
