@@ -144,10 +144,12 @@ def test_each_fault_on_one_rank_only_is_found_and_named(parts, tmp_path, caplog)
     assert steps.step() == []
 
 
-def test_the_shared_memory_of_ranks_has_no_name_that_a_kill_would_leave_behind(generator):
-    _, *ranks = processes_of(generator)
-    mapped = {m.path for rank in ranks for m in rank.memory_maps() if m.path.startswith("/dev/shm/vllm_dist")}
-    assert mapped
+def test_shared_memory_has_no_name_that_a_kill_would_leave_behind(generator):
+    maps = [part.path for process in processes_of(generator) for part in process.memory_maps()]
+    mapped = {path for path in maps if path.startswith("/dev/shm/")}
+    # a queue to the ranks, one from each rank, and one between them
+    assert len([path for path in mapped if path.startswith("/dev/shm/psm_")]) == 4
+    assert [path for path in mapped if path.startswith("/dev/shm/vllm_dist")]
     assert not [path for path in mapped if os.path.exists(path)]
 
 

@@ -33,6 +33,7 @@ from lucidrl.models.generation.interfaces import (
 )
 from lucidrl.models.generation.sampling import check_requests
 from lucidrl.models.generation.synchronous import complete_batch
+from lucidrl.models.generation.vllm_rank import unlink_rings
 from lucidrl.models.generation.vllm_settings import check_tensor_parallel_size, check_vllm, engine_arguments
 from lucidrl.models.loading import DTYPES, context_length, empty_model, load_model, stop_token_ids
 from lucidrl.models.policy.config import EMBEDDED_MODELS, PolicyConfig
@@ -86,6 +87,8 @@ class VllmEngine:
         is_main = threading.current_thread() is threading.main_thread()
         with _as_config_error():
             self._engine.collective_rpc("prepare_rank", args=(config, os.getpid(), is_main))
+            if self._ranks:
+                unlink_rings()
         self._engine.set_weight_version("0")
         self._requests: dict[str, GenerationRequest] = {}
         """Unfinished requests, by id."""

@@ -1,4 +1,4 @@
-"""The part of this project in each worker of vLLM: the receiving end of refits, and the temperature.
+"""Extension of vLLM's workers: receives refits and applies the temperature.
 
 vLLM has one worker per tensor parallel rank. With one rank, the worker is in the process of the replica; with several,
 each is a separate process.
@@ -6,6 +6,7 @@ each is a separate process.
 
 from __future__ import annotations
 
+import gc
 import glob
 import os
 import re
@@ -56,6 +57,7 @@ class VllmRank:
             leave_signals_to_driver()
             end_with_driver(dies_with_starting_thread)
             _unlink_shared_memory(self.distributed_init_method)
+            unlink_rings()
         if config.generation.temperature != 1.0:
             _divide_logits(config.generation.temperature, self.get_model())
         model = empty_model(config.model_name, DTYPES[config.precision], config.trust_remote_code)
@@ -81,6 +83,25 @@ class VllmRank:
             Exception: of vLLM; the rank then holds a mixture of weights and must not be used any more.
         """
         self.reload_weights(weights_iterator=iter(weights))
+
+
+def unlink_rings() -> None:
+    """Unlink the shared memory of the message queues that vLLM created in this process; see `_unlink_shared_memory`.
+
+    Call this after the start of vLLM, when the other processes of the replica have opened the queues.
+    """
+    from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
+    from vllm.distributed.device_communicators.shm_tensor_arena import ShmTensorArena
+
+    # vLLM keeps no list of its queues, and hides them from the garbage collector (`gc.freeze`).
+    is_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    found = [part for part in gc.get_objects() if type(part) in (ShmRingBuffer, ShmTensorArena) and part.is_creator]
+    if is_frozen:
+        gc.freeze()
+    for part in found:
+        part.is_creator = False  # or vLLM unlinks it again when it shuts down
+        part.shared_memory.unlink()
 
 
 def _unlink_shared_memory(init_method: str) -> None:
