@@ -20,10 +20,16 @@ VLLM_ARGUMENTS_SET_HERE = {
     "logprobs_mode": "log-probabilities are those of the full distribution at policy.generation.temperature",
     "generation_config": "set the sampling parameters below policy.generation, such as policy.generation.top_p",
     "distributed_executor_backend": "the replica starts the ranks of its engine; set tensor_parallel_size",
-    "worker_extension_cls": "it receives the weights of a refit",
+    "worker_cls": "a refit needs the worker class that vLLM chooses; remove it",
+    "worker_extension_cls": "Lucid RL sets it to receive refits; remove it",
     "enable_sleep_mode": "set policy.generation.sleep",
     "pipeline_parallel_size": "set tensor_parallel_size, or policy.generation.num_workers for more replicas",
+    "prefill_context_parallel_size": "set tensor_parallel_size, or policy.generation.num_workers for more replicas",
     "data_parallel_size": "set policy.generation.num_workers",
+    **dict.fromkeys(
+        ("nnodes", "node_rank", "master_addr", "master_port"),
+        "the ranks of a replica are on one machine; set policy.generation.num_workers for replicas on more machines",
+    ),
     "device_ids": "each replica uses the next tensor_parallel_size GPUs; set CUDA_VISIBLE_DEVICES to leave GPUs out",
 }
 """Arguments of vLLM's engine that other settings determine → what to set instead."""
