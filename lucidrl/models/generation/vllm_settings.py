@@ -61,14 +61,18 @@ def check_tensor_parallel_size(size: int, model_config: Any) -> None:
     text = model_config.get_text_config()
     heads = text.num_attention_heads
     shared = getattr(text, "num_key_value_heads", None) or heads
-    for name, count, fits in (
-        ("num_attention_heads", heads, heads % size == 0),
-        ("num_key_value_heads", shared, shared % size == 0 or size % shared == 0),  # vLLM copies heads to more ranks
-    ):
-        if not fits:
+    rules = (
+        (heads % size == 0, f"must divide the model's num_attention_heads={heads}"),
+        (
+            shared % size == 0 or size % shared == 0,  # vLLM copies key-value heads to more ranks
+            f"must divide the model's num_key_value_heads={shared} or be a multiple of it",
+        ),
+    )
+    for is_met, rule in rules:
+        if not is_met:
             raise ConfigError(
-                f"policy.generation.vllm.tensor_parallel_size={size} does not divide the model's {name}={count}; set "
-                "a size that divides its attention heads, or raise policy.generation.num_workers instead"
+                f"policy.generation.vllm.tensor_parallel_size={size} {rule}; set another size, or raise "
+                "policy.generation.num_workers instead"
             )
 
 

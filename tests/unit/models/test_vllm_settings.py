@@ -75,8 +75,18 @@ def test_a_generator_that_never_stops_cannot_sleep():
     [
         (2, 4, 2, None),
         (4, 4, 2, None),  # each key-value head is on two ranks
-        (3, 4, 2, "tensor_parallel_size=3 does not divide the model's num_attention_heads=4; set a size that divides"),
-        (4, 12, 6, "tensor_parallel_size=4 does not divide the model's num_key_value_heads=6; set a size that divides"),
+        (
+            3,
+            4,
+            2,
+            "tensor_parallel_size=3 must divide the model's num_attention_heads=4; set another size, or",
+        ),
+        (
+            4,
+            12,
+            6,
+            "=4 must divide the model's num_key_value_heads=6 or be a multiple of it; set another size, or",
+        ),
     ],
 )
 def test_a_tensor_parallel_size_must_fit_the_attention_heads(size, heads, key_value_heads, message):
