@@ -150,6 +150,11 @@ class GenerationConfig(Config):
             raise ValueError(
                 "engine=vllm generates in separate processes, but placement=policy; set placement=separate"
             )
+        if self.sleep and self.refit == "collective":
+            raise ValueError(
+                "sleep=true frees GPU memory for the policy, but with refit=collective the replicas use other GPUs; "
+                "set refit=auto or refit=ipc, or remove sleep"
+            )
         for name, reason in VLLM_ARGUMENTS_SET_HERE.items():
             if name in self.vllm:
                 raise ValueError(f"vllm.{name} is not passed on to vLLM: {reason}")

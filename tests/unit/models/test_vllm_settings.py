@@ -54,6 +54,10 @@ SEPARATE = {"engine": "vllm", "placement": "separate"}
         ({**SEPARATE, "vllm": {"max_model_len": None}}, "max_model_len=None is not a whole number of at least 64"),
         ({**SEPARATE, "vllm": {"max_model_len": 16}}, "max_model_len=16 is not a whole number of at least 64 tokens"),
         ({"sleep": True}, "sleep=true is for engine=vllm, but engine=builtin frees its cache by itself"),
+        (
+            {**SEPARATE, "sleep": True, "refit": "collective"},
+            "with refit=collective the replicas use other GPUs; set refit=auto or refit=ipc, or remove sleep",
+        ),
         ({**SEPARATE, "vllm": {"enable_sleep_mode": True}}, "enable_sleep_mode is not passed on to vLLM: set policy.g"),
         ({"engine": "sglang"}, "'builtin' or 'vllm'"),
     ],
