@@ -96,7 +96,7 @@ class TextCollector:
         with self._profiler, span("rollout"):
             self._batches += 1
             groups, extra = self._sample() if self._in_flight is None else self._in_flight.take()
-            self._release_memory()
+            self._generator.release_memory()
             extra |= {"groups_with_signal_fraction": mean(_has_signal(group) for group in groups)}
             return self._rollouts(
                 groups, {**extra, **self._newly_replaced(), **self._newly_filtered(), **self._refit_rate()}
@@ -278,11 +278,6 @@ class TextCollector:
             results = self.runner.step([self.turns.request(sample, turn) for sample in samples])
         for sample, result in zip(samples, results, strict=True):
             self.turns.apply(sample, turn, result)
-
-    def _release_memory(self) -> None:
-        """Free the generator's memory for training, unless it samples meanwhile."""
-        if self._in_flight is None:
-            self._generator.release_memory()
 
     def _newly_replaced(self) -> dict[str, float]:
         """Return the restarts of generators and environment workers since the last training batch, as metrics."""

@@ -58,7 +58,7 @@ class BuiltinGenerator:
         self.engine.policy_version = version
 
     def release_memory(self) -> None:
-        """Drop cached keys and values; call this before the weights change."""
+        """Free the cache; see `GenerationInterface`."""
         self.engine.forget()
 
     def generate(

@@ -75,8 +75,5 @@ class GenerationWorker(Replica):
         outputs = self._generator.model(row, torch.tensor([len(tokens)], device=self._device))
         return outputs.logprobs[0, 1:].float().cpu()
 
-    def release_memory(self) -> None:
-        self._generator.release_memory()
-
     def on_ranks(self, method: str, *args: Any) -> list[Any]:
         return [getattr(self._rank, method)(*args)]

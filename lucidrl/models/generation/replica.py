@@ -74,9 +74,8 @@ class Replica(Recorded, ABC):
     def score(self, tokens: Sequence[int]) -> torch.Tensor:
         """Return float32 log-probabilities of all tokens but the first, of the full distribution at the temperature."""
 
-    @abstractmethod
     def release_memory(self) -> None:
-        """Free what only generation needs, until the next refit or request; see `GenerationInterface`."""
+        """Free what only generation needs, until the next refit or request; by default nothing."""
 
     @abstractmethod
     def on_ranks(self, method: str, *args: Any) -> list[Any]:

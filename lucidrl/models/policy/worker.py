@@ -153,7 +153,7 @@ class PolicyWorker(Recorded, ABC):
         self.offload.check_weights("train")
         rate = self.optimizer.learning_rate if self.optimizer is not None else 0.0
         step = partial(self.training.step, loss_fn=loss_fn, optimizer=optimizer, mbs=mbs)
-        self.generator.release_memory()
+        self.generator.release_memory()  # callers without a collector have not; training changes the weights
         with span("train"):
             results = list(map(step, self.row_plans.global_batches(data, gbs)))
             if optimizer is not None:
