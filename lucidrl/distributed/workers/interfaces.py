@@ -68,7 +68,7 @@ class Hosting:
     nodes: NodeChoice | None = None
     """Nodes of a Ray cluster that workers may run on; by default all."""
     num_ranks: int = 1
-    """Processes that a worker consists of; under Ray, the worker reserves the CPUs and GPUs of so many workers."""
+    """Processes that a worker consists of; under Ray, it reserves `num_ranks` times the CPUs and GPUs of one worker."""
     ray_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of `ray.remote` for the actor that holds a worker's resources."""
     start_setting: str = "cluster.start_timeout_s"

@@ -92,7 +92,7 @@ class GenerationConfig(Config):
     """Free the GPU memory of vLLM while the policy trains: its weights move to host memory, its cache is dropped. The
     next refit brings both back. For replicas on GPUs of the policy; without effect on a CPU."""
     num_workers: PositiveInt = 1
-    """Number of separate processes; they split the prompts."""
+    """Number of replicas; they split the prompts."""
     nodes: Literal["any", "policy", "other"] = "any"
     """Nodes of a Ray cluster on which separate generators may run. policy: nodes with a policy rank; other: nodes
     without a policy rank; any: all nodes, but with `refit=ipc` only nodes with a policy rank."""

@@ -69,7 +69,7 @@ class SeparateGenerator:
         generation, cluster = config.generation, (cluster or ClusterConfig()).of_one()
         check_nodes(generation, cluster)
         # With shared memory, a generator uses the GPUs of ranks. With a broadcast it needs other GPUs, because nccl
-        # needs one GPU per group member. Under Ray, a generator sees only the GPUs that Ray assigned.
+        # needs one GPU per rank. Under Ray, a generator sees only the GPUs that Ray assigned.
         first_gpu = policy.group.size if generation.refit == "collective" else 0
         gpus = [first_gpu + number * generation.ranks_per_replica for number in range(generation.num_workers)]
         arguments = [
