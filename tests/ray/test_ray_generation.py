@@ -84,7 +84,7 @@ def test_generators_on_other_nodes_are_sent_the_weights_also_when_they_are_repla
     config = config_of(nodes="other", verify_refit=True)
     with SeparateGenerator(policy, config, embedded_tokenizer(), cluster=ONE, log_dir=tmp_path) as generator:
         (worker,) = generator.pool.workers
-        assert generator._states[0].place.node != place.node
+        assert generator._states[0].places[0].node != place.node
         assert not generator._refit.shares_memory(worker)
         for version in (1, 2):
             policy.group.run_all("_add_noise_to_weights")
@@ -97,7 +97,7 @@ def test_generators_on_other_nodes_are_sent_the_weights_also_when_they_are_repla
         assert torch.equal(again["output_ids"], expected["output_ids"])
         assert set(again["policy_versions"].tolist()) == {2}
         assert generator.num_restarts == 1
-        assert generator._states[0].place.node != place.node
+        assert generator._states[0].places[0].node != place.node
 
 
 def test_generators_beside_the_policy_find_the_weights_in_its_memory(policy, tmp_path):
@@ -106,7 +106,7 @@ def test_generators_beside_the_policy_find_the_weights_in_its_memory(policy, tmp
         policy, config_of(nodes="policy"), embedded_tokenizer(), cluster=ONE, log_dir=tmp_path
     ) as generator:
         (worker,) = generator.pool.workers
-        assert generator._states[0].place.node == place.node
+        assert generator._states[0].places[0].node == place.node
         assert generator._refit.shares_memory(worker)
         policy.group.run_all("_add_noise_to_weights")
         generator.update_weights(1)
