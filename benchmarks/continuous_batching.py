@@ -4,11 +4,11 @@
 at a time. Both candidates use the built-in engine: one gets all prompts, the other 32 at a time. Besides seconds, the
 benchmark counts steps, which do not depend on the machine.
 
-Known limit, measured on two cores: 1.4 times for the embedded model. Compared with the engine before continuous batching,
-1.2 times (2.7 s and 3.25 s; the target is 2), and 1.42 times for SmolLM2 (43.6 s and 62.1 s, one run each; the target is
-1.5). The number of steps falls from 1,881 to 719, but most steps of whole batches have few rows left and take half as
-long. For the embedded model, a step of 32 rows takes 3.6 ms: a quarter for products of the weights, a quarter for
-reading keys and values, and most of the rest for the Python code of transformers' forward.
+Known limit, measured on two cores: 1.4 times for the embedded model. Compared with the engine before continuous
+batching, 1.2 times (2.7 s and 3.25 s; the target is 2), and 1.42 times for SmolLM2 (43.6 s and 62.1 s, one run each;
+the target is 1.5). The number of steps falls from 1,881 to 719, but most steps of whole batches have few rows left and
+take half as long. For the embedded model, a step of 32 rows takes 3.6 ms: a quarter for products of the weights, a
+quarter for reading keys and values, and most of the rest for the Python code of transformers' forward.
 """
 
 from __future__ import annotations
